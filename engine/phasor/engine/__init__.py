@@ -1,0 +1,1 @@
+"""What both workers run: the model, rope, paged KV, block accounting, sampling."""
