@@ -132,20 +132,22 @@ class PrefillRequest(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., rope_tier: _Optional[float] = ..., ticket: _Optional[_Union[Ticket, _Mapping]] = ..., timeout_s: _Optional[float] = ..., incarnation: _Optional[str] = ...) -> None: ...
 
 class PrefillResponse(_message.Message):
-    __slots__ = ("cached_tokens", "computed_tokens", "transferred_tokens", "transferred_bytes", "queue_s", "prefill_s")
+    __slots__ = ("cached_tokens", "computed_tokens", "transferred_tokens", "transferred_bytes", "queue_s", "prefill_s", "transfer_s")
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TRANSFERRED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TRANSFERRED_BYTES_FIELD_NUMBER: _ClassVar[int]
     QUEUE_S_FIELD_NUMBER: _ClassVar[int]
     PREFILL_S_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_S_FIELD_NUMBER: _ClassVar[int]
     cached_tokens: int
     computed_tokens: int
     transferred_tokens: int
     transferred_bytes: int
     queue_s: float
     prefill_s: float
-    def __init__(self, cached_tokens: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., transferred_tokens: _Optional[int] = ..., transferred_bytes: _Optional[int] = ..., queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ...) -> None: ...
+    transfer_s: float
+    def __init__(self, cached_tokens: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., transferred_tokens: _Optional[int] = ..., transferred_bytes: _Optional[int] = ..., queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., transfer_s: _Optional[float] = ...) -> None: ...
 
 class LinkOffer(_message.Message):
     __slots__ = ("link_id", "prefill_incarnation", "decode_incarnation", "identity", "transport", "store_host", "store_port", "timeout_s")

@@ -1,0 +1,84 @@
+"""From token ids to the text a client sees: whole characters only, and never a piece of a stop string."""
+
+from dataclasses import dataclass, field
+
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
+
+
+@dataclass(slots=True)
+class StopFilter:
+    """Lets text through until a stop string appears; holds back what might become one. Pure."""
+
+    stop: tuple[str, ...]
+    held: str = ""
+    matched: str = ""
+
+    def push(self, text: str) -> str:
+        """Return the text that can be shown now. After a match (`matched` is set) nothing more is shown."""
+        if self.matched:
+            return ""
+        self.held += text
+        found = [(self.held.find(stop), stop) for stop in self.stop if stop in self.held]
+        if found:
+            index, self.matched = min(found, key=lambda item: (item[0], -len(item[1])))
+            shown, self.held = self.held[:index], ""
+            return shown
+        keep = self._num_undecided()
+        shown, self.held = self.held[: len(self.held) - keep], self.held[len(self.held) - keep :]
+        return shown
+
+    def finish(self) -> str:
+        """Return what was held back: the reply is over, so it is no stop string."""
+        shown, self.held = self.held, ""
+        return shown
+
+    def _num_undecided(self) -> int:
+        """Length of the longest end of `held` that is a beginning of a stop string."""
+        longest = max((len(stop) for stop in self.stop), default=0)
+        for length in range(min(longest - 1, len(self.held)), 0, -1):
+            if any(stop.startswith(self.held[-length:]) for stop in self.stop):
+                return length
+        return 0
+
+
+@dataclass(slots=True)
+class ReplyText:
+    """Detokenises one reply as it is made.
+
+    The pieces joined equal the tokenizer's `decode` of all shown tokens (special tokens skipped), cut before the
+    first stop string. Bytes of an unfinished character are held until it is whole or the reply ends.
+    """
+
+    tokenizer: Tokenizer
+    stop: tuple[str, ...]
+    _ids: list[int] = field(default_factory=list)
+    _num_decoded: int = 0
+    """Characters that came out of the decoder so far."""
+    _stream: DecodeStream = field(default_factory=lambda: DecodeStream(skip_special_tokens=True))
+    _filter: StopFilter = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._filter = StopFilter(self.stop)
+
+    @property
+    def stop_string(self) -> str:
+        """The stop string that ended the reply; empty while there is none."""
+        return self._filter.matched
+
+    def push(self, token: int) -> str:
+        """Take in one token that is to be shown; return the text that became certain."""
+        self._ids.append(token)
+        piece = self._stream.step(self.tokenizer, token)
+        if piece is None:
+            return ""
+        self._num_decoded += len(piece)
+        return self._filter.push(piece)
+
+    def finish(self) -> str:
+        """Return the rest: bytes that never became a character (as U+FFFD) and text held back for a stop string."""
+        if self._filter.matched:
+            return ""
+        whole = self.tokenizer.decode(self._ids, skip_special_tokens=True)
+        shown = self._filter.push(whole[self._num_decoded :])
+        return shown if self._filter.matched else shown + self._filter.finish()

@@ -1,0 +1,100 @@
+"""The command line of one worker process, the same for both roles; no Ray.
+
+Prints one JSON line when the worker is ready, so that whoever started it can read where it listens.
+"""
+
+import argparse
+import asyncio
+import json
+import logging
+import signal
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from phasor.core.config import WorkerConfig, build, parse_bytes
+from phasor.core.errors import PhasorError
+from phasor.engine.service import WorkerService
+
+EXIT_BAD_INPUT = 2
+
+
+def run_worker(cls: type[WorkerService], prog: str, argv: Sequence[str] | None = None) -> int:
+    """Run a worker until SIGINT or SIGTERM.
+
+    Args:
+        cls: PrefillWorker or DecodeWorker.
+        prog: the program's name in its help.
+        argv: arguments; the process's own by default.
+
+    Returns:
+        the exit status: 0, or 2 with one line on standard error.
+    """
+    args = _parser(prog).parse_args(argv)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    try:
+        return asyncio.run(_serve(cls, _config(args)))
+    except PhasorError as exc:
+        sys.stderr.write(f"{prog}: error: {exc}\n")
+        return EXIT_BAD_INPUT
+
+
+async def _serve(cls: type[WorkerService], config: WorkerConfig) -> int:
+    worker = cls(config)
+    stop = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    try:
+        address = await worker.start()
+        sys.stdout.write(json.dumps({"address": address, "incarnation": worker.incarnation}) + "\n")
+        sys.stdout.flush()
+        await stop.wait()
+    finally:
+        await worker.stop()
+    return 0
+
+
+def _config(args: argparse.Namespace) -> WorkerConfig:
+    model: dict[str, Any] = {
+        "path": args.model,
+        "served_name": args.served_name,
+        "dtype": args.dtype,
+        "max_model_len": args.max_model_len,
+        "device": args.device,
+        "num_threads": args.threads,
+    }
+    kv: dict[str, Any] = {"block_tokens": args.block_tokens}
+    if args.kv_memory:
+        kv["memory_bytes"] = parse_bytes(args.kv_memory, field="--kv-memory")
+    values = {
+        "model": model,
+        "kv": kv,
+        "scheduler": {"max_step_tokens": args.max_step_tokens, "max_running": args.max_running},
+        "transport": {"kind": args.transport, "timeout_s": args.transport_timeout, "host": args.host},
+        "host": args.host,
+        "port": args.port,
+    }
+    return build(WorkerConfig, values)
+
+
+def _parser(prog: str) -> argparse.ArgumentParser:
+    defaults = WorkerConfig()
+    parser = argparse.ArgumentParser(
+        prog=prog, description="Run one worker. Prints a JSON line with its address when it is ready."
+    )
+    add = parser.add_argument
+    add("--model", default=defaults.model.path, help="folder, short name or Hub id (default: %(default)s)")
+    add("--served-name", default="", help="the name clients use (default: the last part of --model)")
+    add("--dtype", default=defaults.model.dtype, help="float32, bfloat16 or float16 (default: %(default)s)")
+    add("--device", default=defaults.model.device, help="cpu or cuda (default: %(default)s)")
+    add("--max-model-len", type=int, default=None, help="longest prompt plus reply in tokens (default: the model's)")
+    add("--kv-memory", default="", help='bytes for the KV pool, such as "512MiB"')
+    add("--block-tokens", type=int, default=defaults.kv.block_tokens, help="tokens per block (default: %(default)s)")
+    add("--max-step-tokens", type=int, default=defaults.scheduler.max_step_tokens, help="token budget of one step")
+    add("--max-running", type=int, default=defaults.scheduler.max_running, help="sequences in the batch at most")
+    add("--threads", type=int, default=defaults.model.num_threads, help="compute threads (default: %(default)s)")
+    add("--transport", default=defaults.transport.kind, help="gloo or nccl (default: %(default)s)")
+    add("--transport-timeout", type=float, default=defaults.transport.timeout_s, help="seconds a link may be silent")
+    add("--host", default=defaults.host, help="address to listen on (default: %(default)s)")
+    add("--port", type=int, default=defaults.port, help="port to listen on; 0 takes a free one")
+    return parser
