@@ -10,7 +10,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 # More arguments for every `pip install`, e.g. PIP_ARGS="--extra-index-url <PyTorch's index of CPU builds>".
 PIP_ARGS ?=
-PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet $(PIP_ARGS)
+PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq $(PIP_ARGS)
 # Arguments for `make serve`, `make test`, `make test-fast` and `make bench`.
 ARGS ?=
 
