@@ -53,6 +53,7 @@ help:
 # ---- set-up -------------------------------------------------------------------------------------
 
 venv: $(READY)
+	@:
 
 $(VENV)/pyvenv.cfg:
 	@test -n "$(PYTHON)" || { echo 'No Python found. Install Python 3.11, or say make PYTHON=/path/to/python.' >&2; exit 1; }

@@ -132,7 +132,8 @@ def test_a_key_depends_on_all_tokens_up_to_its_end_and_on_no_later_one(
 def test_keys_are_equal_in_processes_with_different_hash_seeds() -> None:
     program = (
         f"from phasor.core.identity import Identity, block_keys\nidentity = {BASE!r}\n"
-        "print(identity.namespace().hex(), *(k.hex() for k in block_keys(identity.namespace(), range(48), 16)))"
+        "namespace = identity.namespace()\n"
+        "print(namespace.hex(), *(key.hex() for key in block_keys(namespace, range(48), 16)))"
     )
     ours = [key.hex() for key in [BASE.namespace(), *block_keys(BASE.namespace(), range(48), 16)]]
     for seed in ("0", "1", "4711"):
