@@ -1,0 +1,163 @@
+"""The router's process: the Inference service, health and reflection, over a registry of workers.
+
+What clients ask is answered in `edge`; the life of one request is in `lifecycle` and `execution`. Imports
+neither torch nor Ray: a test holds that.
+"""
+
+import asyncio
+import logging
+from collections.abc import Sequence
+
+import grpc.aio
+from grpc_health.v1 import health as grpc_health
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from phasor.core.clock import Clock, MonotonicClock
+from phasor.core.config import RouterConfig
+from phasor.core.errors import ConfigError
+from phasor.router.edge import InferenceEdge
+from phasor.router.registry import Member, Registry, RegistryTimings
+from phasor.router.served import ServedModel
+from phasor.v1 import inference_pb2, inference_pb2_grpc
+from phasor.wire import channels
+
+_log = logging.getLogger(__name__)
+
+_SERVICE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
+
+
+class RouterServer:
+    """A router in this process. Start it, tell it its members, stop it.
+
+    Args:
+        config: address and limits.
+        timings: how workers' health is watched.
+        clock: where all times come from.
+        validate: check every life cycle's invariants after every event (tests).
+    """
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        *,
+        timings: RegistryTimings | None = None,
+        clock: Clock | None = None,
+        validate: bool = False,
+    ) -> None:
+        self._config, self._timings = config, timings
+        self._clock = clock or MonotonicClock()
+        self._validate = validate
+        self._running: _Running | None = None
+        self._members: tuple[Member, ...] = ()
+
+    async def start(self) -> str:
+        """Bind and serve.
+
+        Returns:
+            The address, host:port.
+
+        Raises:
+            ConfigError: the port is in use, or the host is not one of this machine's.
+        """
+        assert self._running is None, "started twice"
+        registry = Registry(self._timings)
+        served = ServedModel(registry)
+        edge = InferenceEdge(self._config, registry, served, self._clock, validate=self._validate)
+        health = grpc_health.aio.HealthServicer()
+        server = channels.new_server()
+        inference_pb2_grpc.add_InferenceServicer_to_server(edge, server)  # type: ignore[no-untyped-call]
+        health_pb2_grpc.add_HealthServicer_to_server(health, server)
+        names = (_SERVICE, grpc_health.SERVICE_NAME, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, server)
+        running = _Running(registry, served, edge, health, server)
+        await running.publish_health()
+        host, port = self._config.host, self._config.port
+        try:
+            bound = server.add_insecure_port(f"{host}:{port}")
+        except RuntimeError as exc:
+            await registry.close()
+            raise ConfigError("router.port", port, "in use; choose another with --port") from exc
+        await server.start()
+        self._running = running
+        registry.set_members(self._members)
+        running.follower = asyncio.create_task(running.follow_registry(), name="follow registry")
+        return f"{host}:{bound}"
+
+    def set_members(self, members: Sequence[Member]) -> None:
+        """Replace the workers to use. Requests in flight on a removed one go on to their end.
+
+        Call it on the server's event loop; before `start` it is remembered.
+
+        Raises:
+            ConfigError: one address is given for both roles.
+        """
+        self._members = tuple(members)
+        if self._running is not None:
+            self._running.registry.set_members(self._members)
+
+    async def stop(self, grace_s: float = 2.0) -> None:
+        """Refuse new requests, let those in flight end for `grace_s`, then cancel the rest. Idempotent."""
+        running, self._running = self._running, None
+        if running is None:
+            return
+        if running.follower is not None:
+            running.follower.cancel()
+            await asyncio.gather(running.follower, return_exceptions=True)
+        await running.health.enter_graceful_shutdown()
+        await running.server.stop(grace_s)
+        await running.registry.close()
+        running.served.close()
+
+    @property
+    def registry(self) -> Registry:
+        """The workers; only while running."""
+        assert self._running is not None, "not started"
+        return self._running.registry
+
+    @property
+    def num_in_flight(self) -> int:
+        """Requests that have not ended. 0 when idle."""
+        return self._running.edge.num_in_flight if self._running else 0
+
+
+class _Running:
+    """The parts of a started server."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        served: ServedModel,
+        edge: InferenceEdge,
+        health: "grpc_health.aio.HealthServicer",
+        server: grpc.aio.Server,
+    ) -> None:
+        self.registry, self.served, self.edge = registry, served, edge
+        self.health, self.server = health, server
+        self.follower: asyncio.Task[None] | None = None
+        self._was_ready: bool | None = None
+
+    async def follow_registry(self) -> None:
+        """Load the model's tokenizer and publish health whenever a worker comes, goes or changes."""
+        while True:
+            await self.registry.changed.wait()
+            self.registry.changed.clear()
+            try:
+                await self.served.refresh()
+                await self.publish_health()
+            except Exception:
+                # The loop's top: health must go on being published.
+                _log.exception("following the workers")
+
+    async def publish_health(self) -> None:
+        """Say SERVING when a decode worker is ready and the tokenizer is loaded, else NOT_SERVING."""
+        is_ready = self.served.is_ready
+        if is_ready == self._was_ready:
+            return
+        self._was_ready = is_ready
+        value = (
+            health_pb2.HealthCheckResponse.SERVING if is_ready else health_pb2.HealthCheckResponse.NOT_SERVING
+        )
+        for service in ("", _SERVICE):
+            await self.health.set(service, value)
+        _log.info("health: %s", "SERVING" if is_ready else "NOT_SERVING")
