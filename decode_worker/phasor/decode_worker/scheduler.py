@@ -120,7 +120,9 @@ class DecodeScheduler:
                 break
         return budget.chunks, instructions
 
-    def complete(self, chunks: list[ScheduledChunk], sampled: SampledTokens, now_s: float) -> list[Instruction]:
+    def complete(
+        self, chunks: list[ScheduledChunk], sampled: SampledTokens, now_s: float
+    ) -> list[Instruction]:
         """Take in a computed step."""
         instructions: list[Instruction] = []
         for chunk, token in advance(chunks, sampled):
@@ -266,7 +268,9 @@ class DecodeScheduler:
     def _timing(self, entry: _Entry) -> Timing:
         if entry.usage.transferred_tokens or entry.started_s is None or entry.first_token_s is None:
             return Timing()
-        return Timing(queue_s=entry.started_s - entry.arrived_s, prefill_s=entry.first_token_s - entry.started_s)
+        return Timing(
+            queue_s=entry.started_s - entry.arrived_s, prefill_s=entry.first_token_s - entry.started_s
+        )
 
     def _finish_reason(self, seq: Sequence, token: int) -> FinishReason | None:
         if token in seq.sampling.stop_token_ids:
@@ -287,4 +291,3 @@ class DecodeScheduler:
             self._waiting.remove(entry)
         release_blocks(entry.seq, self.pool)
         return [RevokeTicket(request_id)] if entry.ticketed else []
-

@@ -120,7 +120,7 @@ class DecodeWorker(WorkerService):
             num_preemptions_total=scheduler.num_preemptions,
         )
 
-    async def Decode(  # noqa: N802
+    async def Decode(
         self, request: worker_pb2.DecodeRequest, context: Any
     ) -> AsyncIterator[worker_pb2.DecodeEvent]:
         """Serve one request: Admitted, then Delta as text becomes certain, then DecodeFinished."""
@@ -309,9 +309,10 @@ def load_tokenizer(path: Any) -> Tokenizer:
         ConfigError: the folder has no usable tokenizer.json.
     """
     if not path.is_file():
-        raise ConfigError("model.path", str(path.parent), "has no tokenizer.json; save a fast tokenizer beside the model")
+        raise ConfigError(
+            "model.path", str(path.parent), "has no tokenizer.json; save a fast tokenizer beside the model"
+        )
     try:
         return Tokenizer.from_file(str(path))
     except Exception as exc:  # tokenizers raises bare Exception
         raise ConfigError("model.path", str(path), f"is not a tokenizer: {exc}") from exc
-

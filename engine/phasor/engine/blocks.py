@@ -156,7 +156,9 @@ class BlockPool:
         assert self._num_refs[NULL_BLOCK] == 0, "the null block is held"
         free, cached = set(self._free), set(self._cached)
         assert len(free) == len(self._free), "a block is free twice"
-        assert not free & cached and not free & set(used) and not cached & set(used), "a block is in two places"
+        assert not free & cached and not free & set(used) and not cached & set(used), (
+            "a block is in two places"
+        )
         assert len(free) + len(cached) + len(used) == self.num_blocks, "a block is nowhere"
         assert cached <= set(self._content), "a cached block without content"
         assert not free & set(self._content), "a free block with content"

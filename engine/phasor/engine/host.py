@@ -93,7 +93,9 @@ def run_canary(host: EngineHost) -> None:
         for _ in range(_CANARY_NEW_TOKENS):
             logits = host.runner.step([SequenceSlice(tokens[num_computed:], num_computed, blocks, True)])
             if not bool(torch.isfinite(logits).all()):
-                raise InternalError(f"the model at {host.folder} produced NaN or infinity for tokens {tokens}")
+                raise InternalError(
+                    f"the model at {host.folder} produced NaN or infinity for tokens {tokens}"
+                )
             num_computed = len(tokens)
             tokens.append(int(logits[0].argmax()))
     finally:

@@ -41,7 +41,9 @@ class Scheduler(Protocol[EventT, InstructionT]):
         """Choose the next step's chunks; the instructions are carried out before it is computed."""
         ...
 
-    def complete(self, chunks: list[ScheduledChunk], sampled: SampledTokens, now_s: float) -> list[InstructionT]:
+    def complete(
+        self, chunks: list[ScheduledChunk], sampled: SampledTokens, now_s: float
+    ) -> list[InstructionT]:
         """Take in a computed step."""
         ...
 
@@ -152,7 +154,9 @@ class EngineLoop(Generic[EventT, InstructionT]):
     def _compute(self, chunks: list[ScheduledChunk]) -> SampledTokens:
         slices = [
             SequenceSlice(
-                token_ids=chunk.seq.token_ids[chunk.seq.num_computed : chunk.seq.num_computed + chunk.num_tokens],
+                token_ids=chunk.seq.token_ids[
+                    chunk.seq.num_computed : chunk.seq.num_computed + chunk.num_tokens
+                ],
                 start=chunk.seq.num_computed,
                 block_table=chunk.seq.blocks,
                 needs_logits=chunk.samples,

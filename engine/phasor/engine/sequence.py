@@ -108,5 +108,5 @@ def grow_blocks(seq: Sequence, num_tokens: int, pool: BlockPool) -> bool:
 
 def blocks_spanned(blocks: Seq[BlockId], first: int, count: int) -> list[BlockId]:
     """Return blocks `first` .. `first + count - 1` of a sequence's list, which must exist."""
-    assert 0 <= first and first + count <= len(blocks), f"blocks {first}+{count} of {len(blocks)}"
+    assert first >= 0 and first + count <= len(blocks), f"blocks {first}+{count} of {len(blocks)}"
     return list(blocks[first : first + count])

@@ -72,7 +72,9 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         await self._server.start()
         await self._health.set("", health_pb2.HealthCheckResponse.SERVING)
         self._ready = True
-        _log.info("%s %s serves %s at %s", type(self).__name__, self.incarnation, self.host.folder, self.address)
+        _log.info(
+            "%s %s serves %s at %s", type(self).__name__, self.incarnation, self.host.folder, self.address
+        )
         return self.address
 
     async def stop(self, grace_s: float = 2.0) -> None:
@@ -127,11 +129,15 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             pid=os.getpid(),
         )
 
-    async def Describe(self, request: worker_pb2.DescribeRequest, context: Any) -> worker_pb2.WorkerDescription:  # noqa: N802
+    async def Describe(
+        self, request: worker_pb2.DescribeRequest, context: Any
+    ) -> worker_pb2.WorkerDescription:
         """Answer who this is."""
         return self.description()
 
-    async def GetCounts(self, request: worker_pb2.GetCountsRequest, context: Any) -> inference_pb2.WorkerCounts:  # noqa: N802
+    async def GetCounts(
+        self, request: worker_pb2.GetCountsRequest, context: Any
+    ) -> inference_pb2.WorkerCounts:
         """Answer what is held now."""
         return self.counts()
 
@@ -143,9 +149,13 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             InvalidRequestError: the id is in use here.
         """
         if incarnation and incarnation != self.incarnation:
-            raise WorkerLostError(f"this worker is {self.incarnation}, not {incarnation}: it was restarted; ask again")
+            raise WorkerLostError(
+                f"this worker is {self.incarnation}, not {incarnation}: it was restarted; ask again"
+            )
         if request_id in self._open:
-            raise InvalidRequestError("request_id", request_id, "is in use by a running request; leave it empty")
+            raise InvalidRequestError(
+                "request_id", request_id, "is in use by a running request; leave it empty"
+            )
         self._open.add(RequestId(request_id))
         return RequestId(request_id)
 
@@ -189,7 +199,9 @@ def bind(server: grpc.aio.Server, host: str, port: int) -> str:
     try:
         bound = server.add_insecure_port(f"{host}:{port}")
     except RuntimeError as exc:
-        raise ConfigError("port", port, f"cannot listen on {host}:{port}; is it in use? choose another, or 0") from exc
+        raise ConfigError(
+            "port", port, f"cannot listen on {host}:{port}; is it in use? choose another, or 0"
+        ) from exc
     if bound == 0:
         raise ConfigError("port", port, f"cannot listen on {host}:{port}; is it in use? choose another, or 0")
     return f"{host}:{bound}"

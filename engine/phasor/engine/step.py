@@ -46,7 +46,9 @@ SampledTokens = dict[RequestId, int]
 """The token sampled for each chunk of a step that reached its sequence's end."""
 
 
-def advance(chunks: list[ScheduledChunk], sampled: SampledTokens) -> Iterator[tuple[ScheduledChunk, int | None]]:
+def advance(
+    chunks: list[ScheduledChunk], sampled: SampledTokens
+) -> Iterator[tuple[ScheduledChunk, int | None]]:
     """Move each sequence past its computed chunk and append its sampled token.
 
     Yields:

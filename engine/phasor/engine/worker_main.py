@@ -31,7 +31,9 @@ def run_worker(cls: type[WorkerService], prog: str, argv: Sequence[str] | None =
         the exit status: 0, or 2 with one line on standard error.
     """
     args = _parser(prog).parse_args(argv)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
+    )
     try:
         return asyncio.run(_serve(cls, _config(args)))
     except PhasorError as exc:
@@ -87,14 +89,44 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     add("--served-name", default="", help="the name clients use (default: the last part of --model)")
     add("--dtype", default=defaults.model.dtype, help="float32, bfloat16 or float16 (default: %(default)s)")
     add("--device", default=defaults.model.device, help="cpu or cuda (default: %(default)s)")
-    add("--max-model-len", type=int, default=None, help="longest prompt plus reply in tokens (default: the model's)")
+    add(
+        "--max-model-len",
+        type=int,
+        default=None,
+        help="longest prompt plus reply in tokens (default: the model's)",
+    )
     add("--kv-memory", default="", help='bytes for the KV pool, such as "512MiB"')
-    add("--block-tokens", type=int, default=defaults.kv.block_tokens, help="tokens per block (default: %(default)s)")
-    add("--max-step-tokens", type=int, default=defaults.scheduler.max_step_tokens, help="token budget of one step")
-    add("--max-running", type=int, default=defaults.scheduler.max_running, help="sequences in the batch at most")
-    add("--threads", type=int, default=defaults.model.num_threads, help="compute threads (default: %(default)s)")
+    add(
+        "--block-tokens",
+        type=int,
+        default=defaults.kv.block_tokens,
+        help="tokens per block (default: %(default)s)",
+    )
+    add(
+        "--max-step-tokens",
+        type=int,
+        default=defaults.scheduler.max_step_tokens,
+        help="token budget of one step",
+    )
+    add(
+        "--max-running",
+        type=int,
+        default=defaults.scheduler.max_running,
+        help="sequences in the batch at most",
+    )
+    add(
+        "--threads",
+        type=int,
+        default=defaults.model.num_threads,
+        help="compute threads (default: %(default)s)",
+    )
     add("--transport", default=defaults.transport.kind, help="gloo or nccl (default: %(default)s)")
-    add("--transport-timeout", type=float, default=defaults.transport.timeout_s, help="seconds a link may be silent")
+    add(
+        "--transport-timeout",
+        type=float,
+        default=defaults.transport.timeout_s,
+        help="seconds a link may be silent",
+    )
     add("--host", default=defaults.host, help="address to listen on (default: %(default)s)")
     add("--port", type=int, default=defaults.port, help="port to listen on; 0 takes a free one")
     return parser

@@ -152,7 +152,9 @@ class PrefillScheduler:
                 break
         return budget.chunks, instructions
 
-    def complete(self, chunks: list[ScheduledChunk], sampled: SampledTokens, now_s: float) -> list[Instruction]:
+    def complete(
+        self, chunks: list[ScheduledChunk], sampled: SampledTokens, now_s: float
+    ) -> list[Instruction]:
         """Take in a computed step: whole blocks become findable and are pushed."""
         instructions: list[Instruction] = []
         by_id = {reading.seq.request_id: reading for reading in self._reading}

@@ -53,7 +53,9 @@ class PrefillWorker(WorkerService):
         self._requests: dict[RequestId, _Request] = {}
         self._bytes_sent = 0
         self._tokens_sent = 0
-        self._scheduler = PrefillScheduler(self.config.scheduler, self.host.pool, self.host.identity.namespace())
+        self._scheduler = PrefillScheduler(
+            self.config.scheduler, self.host.pool, self.host.identity.namespace()
+        )
         self._sender = PageSender(
             incarnation=self.incarnation, identity=self.host.identity, config=self.config.transport
         )
@@ -89,7 +91,7 @@ class PrefillWorker(WorkerService):
             num_leaked_blocks=self.num_leaked_blocks,
         )
 
-    async def Prefill(self, request: worker_pb2.PrefillRequest, context: Any) -> worker_pb2.PrefillResponse:  # noqa: N802
+    async def Prefill(self, request: worker_pb2.PrefillRequest, context: Any) -> worker_pb2.PrefillResponse:
         """Read a prompt and hand its pages to the ticket's decode worker; returns when all are acknowledged."""
         async with errors_to_status(context):
             request_id = self.claim(request.request_id, request.incarnation)
@@ -102,7 +104,9 @@ class PrefillWorker(WorkerService):
                 self.unclaim(request_id)
         raise AssertionError("unreachable: errors_to_status aborts the call")
 
-    async def _prefill(self, request_id: RequestId, request: worker_pb2.PrefillRequest) -> worker_pb2.PrefillResponse:
+    async def _prefill(
+        self, request_id: RequestId, request: worker_pb2.PrefillRequest
+    ) -> worker_pb2.PrefillResponse:
         tokens = self.check_tokens(request.token_ids)
         transfer = await self._sender.open(request.ticket)
         entry = _Request(transfer, self._asyncio_loop.create_future())
@@ -118,7 +122,9 @@ class PrefillWorker(WorkerService):
                     first_block=request.ticket.first_block,
                 )
             )
-            stats = await self._until_acknowledged(entry, request.timeout_s or self.config.transport.timeout_s)
+            stats = await self._until_acknowledged(
+                entry, request.timeout_s or self.config.transport.timeout_s
+            )
             done = True
             return self._response(entry, stats, len(tokens), request.ticket)
         finally:
@@ -168,7 +174,11 @@ class PrefillWorker(WorkerService):
             return ()
         last = None
         if instruction.first_token is not None:
-            num_tokens = instruction.stats.cached_tokens + instruction.stats.computed_tokens if instruction.stats else 0
+            num_tokens = (
+                instruction.stats.cached_tokens + instruction.stats.computed_tokens
+                if instruction.stats
+                else 0
+            )
             last = worker_pb2.LastChunk(first_token=instruction.first_token, num_tokens=num_tokens)
         pages = self.host.kv.block_slices(instruction.blocks)
         entry.transfer.push(PageChunk(first_block=instruction.first_block, pages=pages, last=last))
@@ -203,4 +213,3 @@ class PrefillWorker(WorkerService):
     def _on_idle(self) -> None:
         if self._scheduler.num_running == 0:
             self.check_leaks()
-
