@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from dataclasses import fields, replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -30,7 +31,7 @@ BASE = Identity(
     numerics_version=1,
     tenant_salt="",
 )
-FLIPPED = {
+FLIPPED: dict[str, Any] = {
     "weights_digest": "ab" * 31 + "ac",
     "adapter_digest": "x",
     "k_dtype": "bfloat16",
