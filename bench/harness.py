@@ -1,0 +1,91 @@
+"""Times a callable and prints one JSON line per measurement: p20, p50, p80, the ratio to a baseline, the setting.
+
+Measures wall time on this machine only; asserts nothing about it.
+"""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spread:
+    """Seconds per operation at three points of the distribution."""
+
+    p20_s: float
+    p50_s: float
+    p80_s: float
+
+
+def measure(run: Callable[[], object], *, num_operations: int, budget_s: float, min_runs: int = 5) -> Spread:
+    """Call `run` until the budget is spent, after one warm-up call, and at least `min_runs` times.
+
+    Args:
+        run: does `num_operations` operations.
+        num_operations: what a run's time is divided by.
+        budget_s: when to stop starting new runs.
+        min_runs: fewest runs that the percentiles are taken from.
+    """
+    run()
+    samples: list[float] = []
+    end_s = time.perf_counter() + budget_s
+    while len(samples) < min_runs or time.perf_counter() < end_s:
+        start_s = time.perf_counter()
+        run()
+        samples.append((time.perf_counter() - start_s) / num_operations)
+    fifths = statistics.quantiles(samples, n=5)
+    return Spread(p20_s=fifths[0], p50_s=statistics.median(samples), p80_s=fifths[3])
+
+
+def report(
+    name: str, config: dict[str, Any], spread: Spread, baseline: Spread, *, baseline_name: str
+) -> None:
+    """Print one row: the measurement, what it is compared with, and everything needed to repeat it."""
+    row = {
+        "name": name,
+        "unit": "us per operation",
+        **{f"p{p}": round(getattr(spread, f"p{p}_s") * 1e6, 4) for p in (20, 50, 80)},
+        "baseline": baseline_name,
+        "baseline_p50": round(baseline.p50_s * 1e6, 4),
+        "ratio": round(spread.p50_s / baseline.p50_s, 3),
+        "config": config,
+        **_setting(),
+    }
+    print(json.dumps(row), flush=True)
+
+
+def arguments(description: str) -> argparse.Namespace:
+    """Parse what every benchmark takes: `--budget-s` and `--smoke` (one short run, to see that it still works)."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--budget-s", type=float, default=1.0, help="seconds per measurement")
+    parser.add_argument("--smoke", action="store_true", help="the shortest run that executes everything")
+    parsed = parser.parse_args()
+    if parsed.smoke:
+        parsed.budget_s = 0.0
+    return parsed
+
+
+def _setting() -> dict[str, str]:
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=REPOSITORY, capture_output=True, text=True, check=False
+    ).stdout.strip()
+    return {
+        "device": f"{platform.machine()}, {os.cpu_count()} cores",
+        "python": platform.python_version(),
+        "torch": metadata.version("torch") if "torch" in sys.modules else "",
+        "commit": commit,
+        "date": datetime.now(UTC).date().isoformat(),
+    }
