@@ -14,7 +14,7 @@ TIMEOUT_S = 20.0
 class CountingService(pb_grpc.InferenceServicer):
     """Answers Detokenize with how many ids arrived."""
 
-    async def Detokenize(self, request, context):  # type: ignore[no-untyped-def]  # noqa: N802
+    async def Detokenize(self, request, context):  # type: ignore[no-untyped-def]
         return pb.DetokenizeResponse(text=str(len(request.token_ids)))
 
 

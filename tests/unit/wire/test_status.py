@@ -36,12 +36,12 @@ class FailingService(pb_grpc.InferenceServicer):
     def __init__(self, act: Callable[[], None]) -> None:
         self.act = act
 
-    async def ListModels(self, request, context):  # type: ignore[no-untyped-def]  # noqa: N802
+    async def ListModels(self, request, context):  # type: ignore[no-untyped-def]
         async with errors_to_status(context):
             self.act()
             return pb.ListModelsResponse()
 
-    async def Generate(self, request, context):  # type: ignore[no-untyped-def]  # noqa: N802
+    async def Generate(self, request, context):  # type: ignore[no-untyped-def]
         async with errors_to_status(context):
             yield pb.GenerateResponse(request_id="first")
             self.act()
@@ -147,7 +147,7 @@ async def test_a_server_that_is_not_there_is_a_lost_worker() -> None:
 
 async def test_a_server_that_dies_in_a_stream_is_a_lost_worker() -> None:
     class Endless(pb_grpc.InferenceServicer):
-        async def Generate(self, request, context):  # type: ignore[no-untyped-def]  # noqa: N802
+        async def Generate(self, request, context):  # type: ignore[no-untyped-def]
             yield pb.GenerateResponse(request_id="first")
             await server.stop(None)
 
