@@ -63,17 +63,17 @@ class InferenceEdge(inference_pb2_grpc.InferenceServicer):
     # Streams are written with context.write, not yielded: cancelling such a call runs its `finally` at once,
     # while a generator suspended at a yield would be closed when the garbage collector comes by.
 
-    async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:  # noqa: N802
+    async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:
         """Continue a prompt."""
         async with status.errors_to_status(context):
             await self._serve(request, context)
 
-    async def Chat(self, request: pb.ChatRequest, context: Context) -> None:  # noqa: N802
+    async def Chat(self, request: pb.ChatRequest, context: Context) -> None:
         """Answer messages."""
         async with status.errors_to_status(context):
             await self._serve(request, context)
 
-    async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:  # noqa: N802
+    async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
         """Return the ids that Generate or Chat would read."""
         async with status.errors_to_status(context):
             limits = self._checked_limits(request.model)
@@ -85,9 +85,7 @@ class InferenceEdge(inference_pb2_grpc.InferenceServicer):
             return pb.TokenizeResponse(token_ids=ids)
         raise AssertionError("errors_to_status aborts the call")
 
-    async def Detokenize(  # noqa: N802
-        self, request: pb.DetokenizeRequest, context: Context
-    ) -> pb.DetokenizeResponse:
+    async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
         """Return the text of ids, special tokens included."""
         async with status.errors_to_status(context):
             limits = self._checked_limits(request.model)
@@ -95,14 +93,12 @@ class InferenceEdge(inference_pb2_grpc.InferenceServicer):
             return pb.DetokenizeResponse(text=self._served.tokenizer.decode(ids))
         raise AssertionError("errors_to_status aborts the call")
 
-    async def ListModels(  # noqa: N802
-        self, request: pb.ListModelsRequest, context: Context
-    ) -> pb.ListModelsResponse:
+    async def ListModels(self, request: pb.ListModelsRequest, context: Context) -> pb.ListModelsResponse:
         """Return the served model; none while no worker has described itself."""
         known = self._registry.reference is not None
         return pb.ListModelsResponse(models=[self._served.card()] if known else [])
 
-    async def GetServerInfo(  # noqa: N802
+    async def GetServerInfo(
         self, request: pb.GetServerInfoRequest, context: Context
     ) -> pb.GetServerInfoResponse:
         """Return version, model, identity, rope and workers; model fields are unset without a worker."""

@@ -8,7 +8,7 @@
     FAILED / CANCELLED (refused, a leg failed, a worker lost, deadline, client gone)       FINISHED <-----+
 
 Pure: no IO, no clock (events carry the time), no randomness. Whatever the ending, `_end` is the only way
-there: it cancels the legs that are open, releases what was acquired, and emits exactly one Finish or Fail, last.
+there: it cancels the legs that are open, releases what was acquired, and emits one Finish or Fail, last.
 A pair (state, event) that is not in the table is a bug of ours or of a worker: the request ends on that same
 path with an InternalError that tells the request's story.
 """

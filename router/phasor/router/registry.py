@@ -53,6 +53,19 @@ class RegistryTimings:
     merely busy answers within one; a connection that is gone needs no counting."""
 
 
+def check_members(members: Sequence[Member]) -> None:
+    """Refuse a list that cannot be meant.
+
+    Raises:
+        ConfigError: one address is given for both roles.
+    """
+    roles: dict[str, Role] = {}
+    for member in members:
+        if roles.setdefault(member.address, member.role) != member.role:
+            hint = "is given as prefill and as decode worker; a worker has one role"
+            raise ConfigError("router.members", member.address, hint)
+
+
 class Lease:
     """One request counted as in flight on one incarnation, until `release`."""
 
@@ -122,18 +135,14 @@ class Registry:
         Raises:
             ConfigError: one address is given for both roles.
         """
-        roles: dict[str, Role] = {}
-        for member in members:
-            if roles.setdefault(member.address, member.role) != member.role:
-                hint = "is given as prefill and as decode worker; a worker has one role"
-                raise ConfigError("router.members", member.address, hint)
+        check_members(members)
         for member, record in self._records.items():
             record.leaving = member not in members
             record.wake.set()
         for member in dict.fromkeys(members):
             if member not in self._records:
                 channel = channels.connect(member.address)
-                stub = worker_pb2_grpc.WorkerStub(channel)  # type: ignore[no-untyped-call]
+                stub = worker_pb2_grpc.WorkerStub(channel)
                 record = _Record(member, channel, stub)
                 self._records[member] = record
                 record.task = asyncio.create_task(self._watch(record), name=f"watch {member.address}")

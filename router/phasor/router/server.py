@@ -5,7 +5,9 @@ neither torch nor Ray: a test holds that.
 """
 
 import asyncio
+import errno
 import logging
+import socket
 from collections.abc import Sequence
 
 import grpc.aio
@@ -17,7 +19,7 @@ from phasor.core.clock import Clock, MonotonicClock
 from phasor.core.config import RouterConfig
 from phasor.core.errors import ConfigError
 from phasor.router.edge import InferenceEdge
-from phasor.router.registry import Member, Registry, RegistryTimings
+from phasor.router.registry import Member, Registry, RegistryTimings, check_members
 from phasor.router.served import ServedModel
 from phasor.v1 import inference_pb2, inference_pb2_grpc
 from phasor.wire import channels
@@ -61,28 +63,30 @@ class RouterServer:
             ConfigError: the port is in use, or the host is not one of this machine's.
         """
         assert self._running is None, "started twice"
+        host, port = self._config.host, self._config.port
+        _check_bindable(host, port)
         registry = Registry(self._timings)
         served = ServedModel(registry)
         edge = InferenceEdge(self._config, registry, served, self._clock, validate=self._validate)
         health = grpc_health.aio.HealthServicer()
         server = channels.new_server()
-        inference_pb2_grpc.add_InferenceServicer_to_server(edge, server)  # type: ignore[no-untyped-call]
+        inference_pb2_grpc.add_InferenceServicer_to_server(edge, server)
         health_pb2_grpc.add_HealthServicer_to_server(health, server)
         names = (_SERVICE, grpc_health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, server)
         running = _Running(registry, served, edge, health, server)
         await running.publish_health()
-        host, port = self._config.host, self._config.port
+        shown_host = f"[{host}]" if ":" in host else host
         try:
-            bound = server.add_insecure_port(f"{host}:{port}")
+            bound = server.add_insecure_port(f"{shown_host}:{port}")
         except RuntimeError as exc:
-            await registry.close()
+            await server.stop(None)
             raise ConfigError("router.port", port, "in use; choose another with --port") from exc
         await server.start()
         self._running = running
         registry.set_members(self._members)
         running.follower = asyncio.create_task(running.follow_registry(), name="follow registry")
-        return f"{host}:{bound}"
+        return f"{shown_host}:{bound}"
 
     def set_members(self, members: Sequence[Member]) -> None:
         """Replace the workers to use. Requests in flight on a removed one go on to their end.
@@ -92,6 +96,7 @@ class RouterServer:
         Raises:
             ConfigError: one address is given for both roles.
         """
+        check_members(members)
         self._members = tuple(members)
         if self._running is not None:
             self._running.registry.set_members(self._members)
@@ -119,6 +124,24 @@ class RouterServer:
     def num_in_flight(self) -> int:
         """Requests that have not ended. 0 when idle."""
         return self._running.edge.num_in_flight if self._running else 0
+
+
+def _check_bindable(host: str, port: int) -> None:
+    """Find out what is wrong with an address before gRPC does, which logs more and says less."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            # As gRPC binds: a port whose last connections are only waiting to be forgotten is free.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((host, port))
+    except PermissionError as exc:
+        raise ConfigError("router.port", port, "needs privileges; choose one above 1023 with --port") from exc
+    except OSError as exc:
+        if exc.errno == errno.EADDRINUSE:
+            raise ConfigError("router.port", port, "in use; choose another with --port") from exc
+        raise ConfigError(
+            "router.host", host, f"cannot be bound ({exc}); use an address of this machine"
+        ) from exc
 
 
 class _Running:

@@ -195,8 +195,9 @@ def _max_tokens(message: pb.SamplingParams, prompt_tokens: int, limits: ModelLim
         raise InvalidRequestError("sampling.max_tokens", given, hint)
     if given > pool_room:
         raise CapacityError(
-            f"sampling.max_tokens={given}: with {prompt_tokens} prompt tokens that exceeds the largest KV pool "
-            f"of a decode worker ({limits.max_pool_tokens} tokens); use at most {pool_room} or raise --kv-memory",
+            f"sampling.max_tokens={given}: with {prompt_tokens} prompt tokens that exceeds the largest KV "
+            f"pool of a decode worker ({limits.max_pool_tokens} tokens); use at most {pool_room} or raise "
+            "--kv-memory",
             ever=True,
         )
     return given
