@@ -1,6 +1,6 @@
 """Run the fleet on a Ray of its own with stub workers, and report what happened as JSON lines.
 
-A process of its own: Ray's settings are read once per process, and its driver leaves threads and sockets behind.
+A process of its own: Ray's settings are read once per process, and its driver leaves threads behind.
 
     python -m tests.integration.fleet_driver story|orphan
 """
@@ -54,7 +54,8 @@ class HopelessActor(StubActor):
 
 
 def report(step: str, **facts: Any) -> None:
-    print(json.dumps({"step": step, **facts}), flush=True)
+    sys.stdout.write(json.dumps({"step": step, **facts}) + "\n")
+    sys.stdout.flush()
 
 
 async def members(fleet: Any) -> list[dict[str, Any]]:
@@ -78,7 +79,7 @@ async def until_ready(fleet: Any, *, without: set[str] = frozenset()) -> list[di
             try:
                 found = await members(fleet)
             except Exception as exc:
-                print(f"fleet does not answer: {exc}", file=sys.stderr)
+                sys.stderr.write(f"fleet does not answer: {exc}\n")
                 found = []
             fresh = all(m["state"] == MemberState.READY and m["incarnation"] not in without for m in found)
             if found and fresh:
@@ -165,7 +166,9 @@ async def failures(ray: LocalRay, fleet: Any, config: ServingConfig, found: list
 async def hopeless(config: ServingConfig) -> None:
     fleet = await start_fleet(config, policy=POLICY, classes={"prefill": StubActor, "decode": HopelessActor})
     async with asyncio.timeout(WAIT_S):
-        while all(m["state"] != "failed" for m in await members(fleet)):
+        while True:
+            if any(m["state"] == "failed" for m in await members(fleet)):
+                break
             await asyncio.sleep(0.1)
     error = await call(fleet.fatal_error.remote(), timeout_s=10.0, what="asking the fleet")
     report("hopeless", type=type(error).__name__, message=str(error), field=error.field)

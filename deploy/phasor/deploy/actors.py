@@ -26,6 +26,8 @@ POLL_S = 1.0
 """How often a router asks the fleet who there is."""
 
 _MEMBERS_TIMEOUT_S = 5.0
+# Ray gives its head 1.0 of this, whichever host that is: a place that survives a new head, unlike a node id.
+_ON_THE_HEAD = {"node:__internal_head__": 0.001}
 _FLEET_SHUTDOWN_S = 45.0
 
 _log = logging.getLogger(__name__)
@@ -81,12 +83,17 @@ class RouterActor:
         self._following = asyncio.get_running_loop().create_task(self._follow())
 
     async def address(self) -> str:
-        """Return host:port once it is bound.
+        """Return host:port once it is bound; this host's own address if it is bound to all of them.
 
         Raises:
             ConfigError: the port is taken.
         """
-        return str(await asyncio.shield(self._starting))
+        host, _, port = (await asyncio.shield(self._starting)).rpartition(":")
+        if host == "0.0.0.0":
+            import ray.util
+
+            host = ray.util.get_node_ip_address()
+        return f"{host}:{port}"
 
     async def stop(self, grace_s: float) -> None:
         """Refuse new requests, let running ones end for up to `grace_s` seconds. Idempotent."""
@@ -140,15 +147,11 @@ async def start_fleet(
 
 
 async def start_router(config: RouterConfig) -> Any:
-    """Make the Router actor on this very host (its address is what clients were given); return its handle."""
-    import ray
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    return await _make(RouterActor, ROUTER_NAME, config, scheduling_strategy=here)
+    """Make the Router actor, on the head host so that clients know where it is; return its handle."""
+    return await _make(RouterActor, ROUTER_NAME, config)
 
 
-async def _make(cls: type, name: str, *args: Any, **options: Any) -> Any:
+async def _make(cls: type, name: str, *args: Any) -> Any:
     import ray
 
     def make() -> Any:
@@ -159,7 +162,7 @@ async def _make(cls: type, name: str, *args: Any, **options: Any) -> Any:
             num_cpus=0,
             # For ever: a supervisor that gives up leaves workers that nobody restarts.
             max_restarts=-1,
-            **options,
+            resources=_ON_THE_HEAD,
         )
         return actor.remote(*args)
 

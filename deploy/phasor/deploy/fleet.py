@@ -32,7 +32,7 @@ from phasor.deploy.fleet_state import (
     WorkerReady,
     WorkerStopped,
 )
-from phasor.deploy.placement import check_fleet, roles, worker_placement
+from phasor.deploy.placement import at_host, check_fleet, roles, worker_placement
 from phasor.deploy.ray_calls import CALL_TIMEOUT_S, call, first_line, in_thread
 
 FLEET_NAME = "Fleet"
@@ -214,7 +214,7 @@ class Fleet:
 
     async def _place(self, launch: _Launch, role: Role) -> None:
         placement = worker_placement(self._config.fleet)
-        actor_class, worker_config = self._classes[role], self._config.worker(role)
+        actor_class = self._classes[role]
 
         def place() -> None:
             import ray
@@ -241,7 +241,7 @@ class Fleet:
                     max_restarts=0,
                     max_task_retries=0,
                 )
-                .remote(worker_config)
+                .remote(at_host(self._config, _host_of(launch.group)).worker(role))
             )
             if launch.discarded:
                 launch.discard()
@@ -297,6 +297,15 @@ class Fleet:
             await in_thread(launch.discard, timeout_s=CALL_TIMEOUT_S, what=f"ending {launch.slot}")
         except WorkerLostError as exc:
             _log.warning("%s", exc)
+
+
+def _host_of(group: Any) -> str:
+    """Return the address of the host that a placement group's first bundle is on."""
+    import ray
+    import ray.util
+
+    node_id = ray.util.placement_group_table(group)["bundles_to_node_id"][0]
+    return next(str(node["NodeManagerAddress"]) for node in ray.nodes() if node["NodeID"] == node_id)
 
 
 def _remove_stale_groups() -> None:

@@ -10,6 +10,9 @@ from phasor.core.config import FleetConfig, ServingConfig
 from phasor.core.errors import ConfigError
 from phasor.deploy.fleet_state import Role
 
+AUTO_HOST = "auto"
+"""As `transport.host`: the address by which Ray knows the host that a worker is placed on."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
@@ -50,6 +53,29 @@ def worker_placement(fleet: FleetConfig, *, num_ranks: int = 1) -> Placement:
         bundle["GPU"] = fleet.gpus_per_worker
     # Ray refuses an empty bundle; a sliver of a CPU holds the place of a worker that asks for nothing.
     return Placement(bundles=tuple(dict(bundle or {"CPU": 0.001}) for _ in range(num_ranks)))
+
+
+def at_host(config: ServingConfig, host: str) -> ServingConfig:
+    """Return `config` with the workers' address "auto" replaced by `host`, the one a worker was placed on."""
+    if config.transport.host != AUTO_HOST:
+        return config
+    return config.model_copy(update={"transport": config.transport.model_copy(update={"host": host})})
+
+
+def check_hosts(config: ServingConfig, *, num_hosts: int) -> None:
+    """Refuse workers that could not reach each other.
+
+    Raises:
+        ConfigError: several hosts, and workers that listen on the loopback interface.
+    """
+    host = config.transport.host
+    if num_hosts > 1 and (host == "localhost" or host.startswith("127.")):
+        raise ConfigError(
+            "transport.host",
+            host,
+            f"the workers of this cluster's {num_hosts} hosts could not reach each other; --worker-host auto "
+            "takes each host's own address",
+        )
 
 
 def local_resources(fleet: FleetConfig) -> tuple[int, int]:

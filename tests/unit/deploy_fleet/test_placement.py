@@ -2,9 +2,16 @@
 
 import pytest
 
-from phasor.core.config import FleetConfig, ModelConfig, ServingConfig
+from phasor.core.config import FleetConfig, ModelConfig, ServingConfig, TransportConfig
 from phasor.core.errors import ConfigError
-from phasor.deploy.placement import check_fleet, local_resources, roles, worker_placement
+from phasor.deploy.placement import (
+    at_host,
+    check_fleet,
+    check_hosts,
+    local_resources,
+    roles,
+    worker_placement,
+)
 
 
 def test_one_bundle_per_rank_with_what_the_configuration_gives():
@@ -47,3 +54,17 @@ def test_cuda_without_a_share_of_a_gpu_is_refused():
     with pytest.raises(ConfigError, match=r"fleet.gpus_per_worker=0: "):
         check_fleet(ServingConfig(model=ModelConfig(device="cuda")))
     check_fleet(ServingConfig(model=ModelConfig(device="cuda"), fleet=FleetConfig(gpus_per_worker=1)))
+
+
+def test_auto_becomes_the_address_of_the_host_that_a_worker_is_placed_on():
+    auto = ServingConfig(transport=TransportConfig(host="auto"))
+    worker = at_host(auto, "10.0.0.7").worker("decode")
+    assert (worker.host, worker.transport.host) == ("10.0.0.7", "10.0.0.7")
+    assert at_host(ServingConfig(), "10.0.0.7").worker("decode").host == "127.0.0.1"
+
+
+def test_workers_on_several_hosts_may_not_listen_on_loopback():
+    check_hosts(ServingConfig(), num_hosts=1)
+    check_hosts(ServingConfig(transport=TransportConfig(host="auto")), num_hosts=3)
+    with pytest.raises(ConfigError, match=r"transport.host='127.0.0.1': .*--worker-host auto"):
+        check_hosts(ServingConfig(), num_hosts=2)

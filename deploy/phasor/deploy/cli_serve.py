@@ -1,0 +1,227 @@
+"""`phasor serve`, `phasor demo` and `phasor fleet`: flags to configuration, and off it goes.
+
+Nothing here decides anything; Ray and torch are imported when a command runs, so `--help` is quick.
+"""
+
+import asyncio
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from phasor.core.config import ServingConfig, build, load_file, parse_bytes
+from phasor.core.errors import ConfigError, PhasorError
+
+USER_ERROR = 2
+"""Exit code for something that the user can put right; one line on stderr says what."""
+
+_FLAGS: dict[str, str] = {
+    "model": "model.path",
+    "served_name": "model.served_name",
+    "dtype": "model.dtype",
+    "device": "model.device",
+    "max_model_len": "model.max_model_len",
+    "threads": "model.num_threads",
+    "block_tokens": "kv.block_tokens",
+    "prefill": "fleet.num_prefill",
+    "decode": "fleet.num_decode",
+    "gpus_per_worker": "fleet.gpus_per_worker",
+    "cpus_per_worker": "fleet.cpus_per_worker",
+    "ray_address": "fleet.ray_address",
+    "start_timeout": "fleet.start_timeout_s",
+    "host": "router.host",
+    "port": "router.port",
+    "local_prefill_tokens": "router.local_prefill_tokens",
+    "transport": "transport.kind",
+    "worker_host": "transport.host",
+}
+"""Flag (as a Python name) to key of the configuration tree."""
+
+
+def register(app: typer.Typer) -> None:
+    """Add `serve`, `demo` and `fleet` to the `phasor` command."""
+    app.command("serve")(_serve)
+    app.command("demo")(_demo)
+    fleet = typer.Typer(
+        no_args_is_help=True, help="Look at, or end, a deployment left behind by `serve --detach`."
+    )
+    fleet.command("status")(_fleet_status)
+    fleet.command("stop")(_fleet_stop)
+    app.add_typer(fleet, name="fleet")
+
+
+def serving_config(file: Path | None, flags: dict[str, Any]) -> ServingConfig:
+    """Return the configuration: defaults, then the file, then every flag that was given.
+
+    Args:
+        file: a TOML file, or None.
+        flags: by Python name; None means not given.
+
+    Raises:
+        ConfigError: naming the key, its value and what would work.
+    """
+    values = (load_file(file) if file is not None else ServingConfig()).model_dump()
+    for flag, key in _FLAGS.items():
+        if flags.get(flag) is not None:
+            section, name = key.split(".")
+            values[section][name] = flags[flag]
+    if flags.get("kv_memory") is not None:
+        values["kv"]["memory_bytes"] = parse_bytes(flags["kv_memory"], field="--kv-memory")
+    if flags.get("max_step_tokens") is not None:
+        for role in ("prefill", "decode"):
+            values[role]["max_step_tokens"] = flags["max_step_tokens"]
+    return build(ServingConfig, values)
+
+
+def _serve(
+    model: Annotated[
+        str | None, typer.Option(help="A folder, a short name such as smollm2, or a Hugging Face Hub id.")
+    ] = None,
+    served_name: Annotated[
+        str | None, typer.Option(help="The name clients use. (default: last part of --model)")
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="float32, bfloat16 or float16. (default: float32)")
+    ] = None,
+    kv_memory: Annotated[
+        str | None,
+        typer.Option(help='KV pool of each worker, e.g. "512MiB"; the blocks follow. (default: 512MiB)'),
+    ] = None,
+    block_tokens: Annotated[int | None, typer.Option(help="Tokens per KV block. (default: 16)")] = None,
+    max_model_len: Annotated[
+        int | None, typer.Option(help="Longest prompt plus reply. (default: the model's limit)")
+    ] = None,
+    max_step_tokens: Annotated[
+        int | None, typer.Option(help="Token budget of one step of a worker. (default: 512)")
+    ] = None,
+    prefill: Annotated[int | None, typer.Option(help="Workers that read prompts. (default: 1)")] = None,
+    decode: Annotated[int | None, typer.Option(help="Workers that write replies. (default: 1)")] = None,
+    threads: Annotated[int | None, typer.Option(help="Compute threads of each worker. (default: 1)")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda. (default: cpu)")] = None,
+    gpus_per_worker: Annotated[
+        float | None, typer.Option(help="Share of a GPU for each worker; 0.5 lets two share. (default: 0)")
+    ] = None,
+    cpus_per_worker: Annotated[
+        float | None, typer.Option(help="CPUs that Ray counts for each worker. (default: 1)")
+    ] = None,
+    tensor_parallel: Annotated[int, typer.Option(help="Ranks per worker; only 1 in this version.")] = 1,
+    local_prefill_tokens: Annotated[
+        int | None, typer.Option(help="Prompts up to this long are read by decode workers. (default: 0)")
+    ] = None,
+    transport: Annotated[
+        str | None, typer.Option(help="How pages travel: gloo or nccl. (default: gloo)")
+    ] = None,
+    worker_host: Annotated[
+        str | None,
+        typer.Option(help='Address that workers bind; "auto" is each host\'s own. (default: 127.0.0.1)'),
+    ] = None,
+    host: Annotated[str | None, typer.Option(help="Address for clients. (default: 127.0.0.1)")] = None,
+    port: Annotated[
+        int | None, typer.Option(help="Port for clients; 0 takes a free one. (default: 50051)")
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option(metavar="FILE.toml", help="Configuration file; flags win over it.")
+    ] = None,
+    ray_address: Annotated[
+        str | None,
+        typer.Option(help='A running Ray: "auto" or host:port. (default: a private one on this machine)'),
+    ] = None,
+    detach: Annotated[
+        bool, typer.Option("--detach", help="Stay in the cluster of --ray-address and return when ready.")
+    ] = False,
+    replace: Annotated[
+        bool, typer.Option("--replace", help="With --detach: end another deployment there first.")
+    ] = False,
+    start_timeout: Annotated[
+        float | None, typer.Option(help="Seconds for the workers to get ready. (default: 300)")
+    ] = None,
+) -> None:
+    """Serve a model: one command starts Ray, the workers and the router, and Ctrl-C ends them all.
+
+    Prefill workers read prompts, decode workers write replies, and the KV cache travels between them. Try:
+
+        phasor serve                                  SmolLM2 (135 M) on this machine's CPU
+
+        phasor serve --model ./my-model --kv-memory 2GiB --decode 2
+
+        phasor serve --ray-address auto --detach      on a running Ray cluster (see deploy/README.md)
+
+    Then, in another terminal: phasor chat
+    """
+    flags = dict(locals())
+
+    async def run() -> None:
+        from phasor.deploy.placement import check_fleet
+        from phasor.deploy.serve import serve, serve_detached
+
+        tree = serving_config(config, flags)
+        check_fleet(tree, num_ranks=tensor_parallel)
+        if detach:
+            await serve_detached(tree, display=_display(), replace=replace)
+        else:
+            await serve(tree, display=_display())
+
+    _run(run())
+
+
+def _demo(
+    model: Annotated[
+        str, typer.Option(help="A folder, a short name or a Hub id; it needs a chat template.")
+    ] = "smollm2",
+    kv_memory: Annotated[str, typer.Option(help="KV pool of each worker.")] = "512MiB",
+) -> None:
+    """Show the whole system once: two questions to a real model, and where every token came from.
+
+    Starts one prefill and one decode worker on a free port, streams two answers of one dialog, prints what was
+    computed, reused and transferred, and ends without leaving a process behind.
+    """
+
+    async def run() -> None:
+        from phasor.deploy.demo import demo
+
+        tree = serving_config(None, {"model": model, "kv_memory": kv_memory, "port": 0})
+        await demo(tree, display=_display())
+
+    _run(run())
+
+
+_RAY_ADDRESS = typer.Option(help='The cluster: "auto" or host:port.')
+
+
+def _fleet_status(ray_address: Annotated[str, _RAY_ADDRESS] = "auto") -> None:
+    """List the workers of a detached deployment: state, address, incarnation, restarts, last error."""
+
+    async def run() -> None:
+        from phasor.deploy.fleet_commands import fleet_status
+
+        await fleet_status(ray_address, console=Console())
+
+    _run(run())
+
+
+def _fleet_stop(ray_address: Annotated[str, _RAY_ADDRESS] = "auto") -> None:
+    """End a detached deployment: the router first, then the workers. Ray itself stays."""
+
+    async def run() -> None:
+        from phasor.deploy.fleet_commands import fleet_stop
+
+        await fleet_stop(ray_address, console=Console())
+
+    _run(run())
+
+
+def _display() -> Any:
+    from phasor.deploy.display import Display
+
+    return Display(Console(highlight=False))
+
+
+def _run(work: Coroutine[Any, Any, None]) -> None:
+    """Run a command; an error of ours becomes one line and an exit code, never a stack trace."""
+    try:
+        asyncio.run(work)
+    except PhasorError as exc:
+        typer.echo(f"phasor: {exc}", err=True)
+        raise typer.Exit(USER_ERROR if isinstance(exc, ConfigError) else 1) from exc
