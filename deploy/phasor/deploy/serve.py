@@ -133,13 +133,20 @@ async def deployment(
         yield Deployment(address, config, info)
 
 
-async def serve_detached(config: ServingConfig, *, display: Display, replace: bool = False) -> None:
+async def serve_detached(
+    config: ServingConfig,
+    *,
+    display: Display,
+    replace: bool = False,
+    classes: Mapping[Role, type] | None = None,
+) -> None:
     """Leave a deployment in a running cluster and return once it is ready. Idempotent for an equal `config`.
 
     Args:
         config: the whole tree; `fleet.ray_address` names the cluster.
         display: where progress is shown.
         replace: end a deployment with another configuration first, instead of refusing.
+        classes: other actor classes than the real workers (tests).
 
     Raises:
         ConfigError: no cluster is named, another deployment runs there, or something can never work like
@@ -157,7 +164,7 @@ async def serve_detached(config: ServingConfig, *, display: Display, replace: bo
         config = await resolve(config, display=display)
         address = await _running_address(config, replace=replace)
         if address is None:
-            address = await _start_detached(config, display)
+            address = await _start_detached(config, display, classes)
         announce(Deployment(address, config, await wait_visible(address, num_workers=1)), display)
     finally:
         await disconnect()
@@ -343,7 +350,9 @@ async def _running_address(config: ServingConfig, *, replace: bool) -> str | Non
     return None
 
 
-async def _start_detached(config: ServingConfig, display: Display) -> str:
+async def _start_detached(
+    config: ServingConfig, display: Display, classes: Mapping[Role, type] | None
+) -> str:
     async with AsyncExitStack() as undo:
         router = await start_router(config.router)
         undo.push_async_callback(stop_router, router, grace_s=0.0)
@@ -351,7 +360,7 @@ async def _start_detached(config: ServingConfig, display: Display) -> str:
             await call(router.address.remote(), timeout_s=CALL_TIMEOUT_S, what="starting the router")
         )
         with display.stage(_workers_title(config)) as detail:
-            fleet = await start_fleet(config)
+            fleet = await start_fleet(config, classes=classes)
             undo.push_async_callback(stop_fleet, fleet)
             members = await _wait_ready(fleet, config.fleet.start_timeout_s, detail)
         await wait_visible(address, num_workers=len(members))
