@@ -52,10 +52,10 @@ class StubService(worker_pb2_grpc.WorkerServicer):
     def __init__(self, description: worker_pb2.WorkerDescription) -> None:
         self._description = description
 
-    async def Describe(self, request: Any, context: Any) -> worker_pb2.WorkerDescription:  # noqa: N802
+    async def Describe(self, request: Any, context: Any) -> worker_pb2.WorkerDescription:
         return self._description
 
-    async def GetCounts(self, request: Any, context: Any) -> inference_pb2.WorkerCounts:  # noqa: N802
+    async def GetCounts(self, request: Any, context: Any) -> inference_pb2.WorkerCounts:
         return inference_pb2.WorkerCounts(num_blocks=7, num_free_blocks=7)
 
 
@@ -129,8 +129,7 @@ async def detach(address: str, *, replace: bool = False, **fleet: Any) -> str:
 
 def phasor(*args: str) -> dict[str, Any]:
     """Run a command of the command line in a process of its own."""
-    code = "import typer; from phasor.deploy.cli_serve import register; a = typer.Typer(); register(a); a()"
-    command = [sys.executable, "-c", code, *args]
+    command = [sys.executable, "-c", "from phasor.deploy.cli import main; main()", *args]
     env = {**os.environ, "COLUMNS": "200"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=env)
     return {"code": done.returncode, "out": done.stdout, "err": done.stderr}

@@ -9,7 +9,7 @@ import pytest
 import typer
 import yaml
 
-from phasor.deploy.cli_serve import register
+from phasor.deploy.cli import build_app
 
 ROOT = Path(__file__).resolve().parents[2]
 APP = ROOT / "deploy" / "app"
@@ -82,9 +82,7 @@ def test_every_mounted_path_exists_and_every_source_root_is_mounted(cluster):
 
 
 def test_the_command_that_serves_is_one_that_our_command_line_takes(cluster):
-    app = typer.Typer()
-    register(app)
-    command = typer.main.get_command(app)
+    command = typer.main.get_command(build_app())
     (serve,) = [c for c in cluster["head_start_ray_commands"] if "phasor serve" in c]
     words = serve.split("phasor serve", 1)[1].split()
     context = command.commands["serve"].make_context("serve", words)

@@ -58,7 +58,7 @@ def test_stop_ends_all_of_it_and_what_is_not_there_is_said(story):
     assert (story["stop"]["code"], story["stop"]["out"]) == (0, "Stopped.\n")
     for step in ("nothing_to_stop", "status_stopped"):
         assert story[step]["code"] == 2
-        assert story[step]["err"].startswith("phasor: ray_address='127.0.0.1:")
+        assert story[step]["err"].startswith("phasor: error: ray_address='127.0.0.1:")
         assert story[step]["err"].count("\n") == 1
 
 

