@@ -17,7 +17,17 @@ Seconds = Annotated[float, Field(gt=0, le=3600)]
 Port = Annotated[int, Field(ge=0, le=65535)]
 
 _BYTES = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?\s*$", re.IGNORECASE)
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+_UNITS = {
+    "": 1,
+    "k": 10**3,
+    "m": 10**6,
+    "g": 10**9,
+    "t": 10**12,
+    "ki": 2**10,
+    "mi": 2**20,
+    "gi": 2**30,
+    "ti": 2**40,
+}
 
 
 class Section(BaseModel):
@@ -170,6 +180,8 @@ def load_file(path: Path) -> ServingConfig:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as exc:
         raise ConfigError("config", str(path), "no such file") from exc
+    except OSError as exc:
+        raise ConfigError("config", str(path), f"cannot be read: {exc.strerror}") from exc
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as exc:
         raise ConfigError("config", str(path), f"not a TOML file: {exc}") from exc
     return build(ServingConfig, values, source=str(path))

@@ -18,6 +18,7 @@ from phasor.engine.sampling import sample
 from phasor.engine.step import SampledTokens, ScheduledChunk
 
 EventT = TypeVar("EventT")
+EventT_contra = TypeVar("EventT_contra", contravariant=True)
 InstructionT = TypeVar("InstructionT")
 
 _IDLE_WAIT_S = 0.5
@@ -25,7 +26,7 @@ _IDLE_WAIT_S = 0.5
 _log = logging.getLogger(__name__)
 
 
-class Scheduler(Protocol[EventT, InstructionT]):
+class Scheduler(Protocol[EventT_contra, InstructionT]):
     """What both workers' schedulers offer the loop."""
 
     @property
@@ -33,7 +34,7 @@ class Scheduler(Protocol[EventT, InstructionT]):
         """Whether `plan` may schedule something."""
         ...
 
-    def handle(self, event: EventT, now_s: float) -> list[InstructionT]:
+    def handle(self, event: EventT_contra, now_s: float) -> list[InstructionT]:
         """Take in one event."""
         ...
 

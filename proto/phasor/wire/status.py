@@ -54,7 +54,7 @@ def error_from_status(exc: grpc.RpcError, *, peer: str) -> PhasorError:
         exc: what the call raised.
         peer: who was called, for the message of a lost connection.
     """
-    code, details = exc.code(), exc.details() or ""  # type: ignore[attr-defined]
+    code, details = exc.code(), exc.details() or ""
     for key, value in _trailing(exc):
         if key == ERROR_METADATA_KEY:
             return _rebuild(str(value), details)
@@ -89,4 +89,3 @@ def _rebuild(detail: str, message: str) -> PhasorError:
             error.__dict__.update(fields)
             return error
     return InternalError(message)
-

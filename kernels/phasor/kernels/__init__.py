@@ -1,0 +1,1 @@
+"""Kernels: attention over pages and writing them. Imports nothing of ours."""
