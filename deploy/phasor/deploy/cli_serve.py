@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 
 from phasor.core.config import ServingConfig, build, load_file, parse_bytes
+from phasor.deploy import serve_options as options
 
 _FLAGS: dict[str, str] = {
     "model": "model.path",
@@ -72,67 +73,30 @@ def serving_config(file: Path | None, flags: dict[str, Any]) -> ServingConfig:
 
 
 def _serve(
-    model: Annotated[
-        str | None, typer.Option(help="A folder, a short name such as smollm2, or a Hugging Face Hub id.")
-    ] = None,
-    served_name: Annotated[
-        str | None, typer.Option(help="The name clients use. (default: last part of --model)")
-    ] = None,
-    dtype: Annotated[
-        str | None, typer.Option(help="float32, bfloat16 or float16. (default: float32)")
-    ] = None,
-    kv_memory: Annotated[
-        str | None,
-        typer.Option(help='KV pool of each worker, e.g. "512MiB"; the blocks follow. (default: 512MiB)'),
-    ] = None,
-    block_tokens: Annotated[int | None, typer.Option(help="Tokens per KV block. (default: 16)")] = None,
-    max_model_len: Annotated[
-        int | None, typer.Option(help="Longest prompt plus reply. (default: the model's limit)")
-    ] = None,
-    max_step_tokens: Annotated[
-        int | None, typer.Option(help="Token budget of one step of a worker. (default: 512)")
-    ] = None,
-    prefill: Annotated[int | None, typer.Option(help="Workers that read prompts. (default: 1)")] = None,
-    decode: Annotated[int | None, typer.Option(help="Workers that write replies. (default: 1)")] = None,
-    threads: Annotated[int | None, typer.Option(help="Compute threads of each worker. (default: 1)")] = None,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda. (default: cpu)")] = None,
-    gpus_per_worker: Annotated[
-        float | None, typer.Option(help="Share of a GPU for each worker; 0.5 lets two share. (default: 0)")
-    ] = None,
-    cpus_per_worker: Annotated[
-        float | None, typer.Option(help="CPUs that Ray counts for each worker. (default: 1)")
-    ] = None,
-    tensor_parallel: Annotated[int, typer.Option(help="Ranks per worker; only 1 in this version.")] = 1,
-    local_prefill_tokens: Annotated[
-        int | None, typer.Option(help="Prompts up to this long are read by decode workers. (default: 0)")
-    ] = None,
-    transport: Annotated[
-        str | None, typer.Option(help="How pages travel: gloo or nccl. (default: gloo)")
-    ] = None,
-    worker_host: Annotated[
-        str | None,
-        typer.Option(help='Address that workers bind; "auto" is each host\'s own. (default: 127.0.0.1)'),
-    ] = None,
-    host: Annotated[str | None, typer.Option(help="Address for clients. (default: 127.0.0.1)")] = None,
-    port: Annotated[
-        int | None, typer.Option(help="Port for clients; 0 takes a free one. (default: 50051)")
-    ] = None,
-    config: Annotated[
-        Path | None, typer.Option(metavar="FILE.toml", help="Configuration file; flags win over it.")
-    ] = None,
-    ray_address: Annotated[
-        str | None,
-        typer.Option(help='A running Ray: "auto" or host:port. (default: a private one on this machine)'),
-    ] = None,
-    detach: Annotated[
-        bool, typer.Option("--detach", help="Stay in the cluster of --ray-address and return when ready.")
-    ] = False,
-    replace: Annotated[
-        bool, typer.Option("--replace", help="With --detach: end another deployment there first.")
-    ] = False,
-    start_timeout: Annotated[
-        float | None, typer.Option(help="Seconds for the workers to get ready. (default: 300)")
-    ] = None,
+    model: options.Model = None,
+    served_name: options.ServedName = None,
+    dtype: options.Dtype = None,
+    kv_memory: options.KVMemory = None,
+    block_tokens: options.BlockTokens = None,
+    max_model_len: options.MaxModelLen = None,
+    max_step_tokens: options.MaxStepTokens = None,
+    prefill: options.Prefill = None,
+    decode: options.Decode = None,
+    threads: options.Threads = None,
+    device: options.Device = None,
+    gpus_per_worker: options.GpusPerWorker = None,
+    cpus_per_worker: options.CpusPerWorker = None,
+    tensor_parallel: options.TensorParallel = 1,
+    local_prefill_tokens: options.LocalPrefillTokens = None,
+    transport: options.Transport = None,
+    worker_host: options.WorkerHost = None,
+    host: options.Host = None,
+    port: options.Port = None,
+    config: options.Config = None,
+    ray_address: options.RayAddress = None,
+    detach: options.Detach = False,
+    replace: options.Replace = False,
+    start_timeout: options.StartTimeout = None,
 ) -> None:
     """Serve a model: one command starts Ray, the workers and the router, and Ctrl-C ends them all.
 
