@@ -23,7 +23,7 @@ class AsyncReply(wire.ReplyState, AsyncIterator[Event]):
 
     def __init__(self, call: Any, address: str) -> None:
         super().__init__()
-        self._call, self._address, self._done = call, address, False
+        self._call, self._address, self._over = call, address, False
 
     async def __anext__(self) -> Event:
         """Return the next event.
@@ -31,21 +31,21 @@ class AsyncReply(wire.ReplyState, AsyncIterator[Event]):
         Raises:
             PhasorError: what the server refused or lost.
         """
-        if self._done:
+        if self._over:
             raise StopAsyncIteration
         try:
             response = await self._call.read()
             if response is grpc.aio.EOF:
-                self._done = True
+                self._over = True
                 self.check_end()
                 raise StopAsyncIteration
             return self.feed(response)
         except grpc.RpcError as exc:
-            self._done = True
+            self._over = True
             raise wire.error_from_call(exc, self._address) from exc
         except asyncio.CancelledError as exc:
             task = asyncio.current_task()
-            if self._done and not (task and task.cancelling()):
+            if self._over and not (task and task.cancelling()):
                 raise StopAsyncIteration from exc  # closed by another task, not a cancelled one of ours
             self.close()
             raise
@@ -63,7 +63,7 @@ class AsyncReply(wire.ReplyState, AsyncIterator[Event]):
 
     def close(self) -> None:
         """Cancel the call if it is not over. Idempotent, does not block."""
-        self._done = True
+        self._over = True
         self._call.cancel()
 
     async def aclose(self) -> None:

@@ -1,4 +1,4 @@
-"""The blocking client. One `Client` may be used from many threads; one `Reply` from one thread."""
+"""The blocking client. A `Client` may be used from many threads; a `Reply` is read by one, closed by any."""
 
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
@@ -21,7 +21,7 @@ class Reply(wire.ReplyState, Iterator[Event]):
 
     def __init__(self, call: Any, address: str) -> None:
         super().__init__()
-        self._call, self._address, self._done = call, address, False
+        self._call, self._address, self._over = call, address, False
 
     def __next__(self) -> Event:
         """Return the next event.
@@ -29,21 +29,22 @@ class Reply(wire.ReplyState, Iterator[Event]):
         Raises:
             PhasorError: what the server refused or lost.
         """
-        if self._done:
+        if self._over:
             raise StopIteration
-        self._done = True  # unless this event turns out fine
         try:
-            event = self.feed(next(self._call))
+            return self.feed(next(self._call))
         except StopIteration:
+            self._over = True
             self.check_end()
             raise
         except grpc.RpcError as exc:
+            if self._over:  # closed by another thread while we waited
+                raise StopIteration from exc
+            self._over = True
             raise wire.error_from_call(exc, self._address) from exc
         except BaseException:
-            self._call.cancel()
+            self.close()
             raise
-        self._done = False
-        return event
 
     def complete(self) -> Completion:
         """Read to the end and return the whole reply; raises as iterating does."""
@@ -53,7 +54,7 @@ class Reply(wire.ReplyState, Iterator[Event]):
 
     def close(self) -> None:
         """Cancel the call if it is not over. Idempotent, does not block."""
-        self._done = True
+        self._over = True
         self._call.cancel()
 
     def __enter__(self) -> Self:
