@@ -1,7 +1,6 @@
 """Tokenising and chat templates equal transformers', from files alone."""
 
 import json
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -159,16 +158,10 @@ def test_a_damaged_folder_names_the_file(tmp_path: Path, name: str, content: str
 
 
 @pytest.mark.slow
-async def test_smollm2_equals_transformers() -> None:
-    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "phasor"
-    folders = sorted(
-        path.parent for path in cache.glob("**/tokenizer.json") if "smollm2" in str(path).lower()
-    )
-    if not folders:
-        pytest.skip("smollm2 was not fetched: phasor model fetch smollm2")
+async def test_smollm2_equals_transformers(smollm2_folder: Path) -> None:
     from transformers import AutoTokenizer
 
-    ours, theirs = ModelTokenizer(folders[0]), AutoTokenizer.from_pretrained(folders[0])
+    ours, theirs = ModelTokenizer(smollm2_folder), AutoTokenizer.from_pretrained(smollm2_folder)
     conversations = [
         MESSAGES,
         [{"role": "user", "content": "What is the capital of France?"}],
