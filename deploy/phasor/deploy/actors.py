@@ -6,7 +6,7 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from phasor.core.config import RouterConfig, ServingConfig
@@ -40,7 +40,13 @@ def router_members(members: Sequence[Member]) -> "list[RouterMember]":
     return [RouterMember(role=m.role, address=m.address) for m in members if m.state is MemberState.READY]
 
 
-async def follow_fleet(fleet: Any, set_members: Any, *, poll_s: float = POLL_S) -> None:
+async def follow_fleet(
+    fleet: Any,
+    set_members: "Callable[[list[RouterMember]], None]",
+    *,
+    on_change: Callable[[list[Member]], None] = lambda _: None,
+    poll_s: float = POLL_S,
+) -> None:
     """Tell a router every `poll_s` seconds which workers there are, until cancelled.
 
     While the fleet does not answer, the router keeps what it knows: its own health checks go on.
@@ -48,15 +54,20 @@ async def follow_fleet(fleet: Any, set_members: Any, *, poll_s: float = POLL_S) 
     Args:
         fleet: the Fleet's actor handle.
         set_members: `RouterServer.set_members`.
+        on_change: called with all members when one of them is in another state than before.
         poll_s: seconds between two questions.
     """
-    silent = False
+    silent, known = False, None
     while True:
         try:
             members = await call(
                 fleet.members.remote(), timeout_s=_MEMBERS_TIMEOUT_S, what="asking the fleet"
             )
             set_members(router_members(members))
+            states = [(member.launch, member.state) for member in members]
+            if known is not None and states != known:
+                on_change(members)
+            known = states
             silent = False
         except WorkerLostError as exc:
             if not silent:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.markup import escape
 
-from phasor.deploy.fleet_state import Member
+from phasor.deploy.fleet_state import Member, MemberState
 
 
 class Display:
@@ -43,11 +43,13 @@ class Display:
 
 
 def describe_members(members: Sequence[Member]) -> str:
-    """Return the fleet in one line: `decode-0 ready, prefill-0 starting (2nd try: ...)`."""
+    """Return the fleet in one line: `decode-0 ready, prefill-0 starting (attempt 2; last: ...)`."""
     parts = []
     for member in members:
         text = f"{member.slot} {member.state}"
-        if member.last_error:
+        if member.last_error and member.state is not MemberState.READY:
             text += f" (attempt {member.launch}; last: {member.last_error})"
+        elif member.num_restarts:
+            text += f" (attempt {member.launch})"
         parts.append(text)
     return ", ".join(parts)

@@ -17,6 +17,7 @@ from typing import Any
 
 import grpc
 import grpc.aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from phasor.core.config import ServingConfig
 from phasor.core.errors import ConfigError, WorkerLostError
@@ -41,6 +42,7 @@ from phasor.wire.channels import connect as connect_grpc
 
 _MODEL_TIMEOUT_S = 3600.0  # a download; progress is shown
 _VISIBLE_TIMEOUT_S = 15.0
+_ASK_TIMEOUT_S = 2.0
 _ROUTER_GRACE_S = 2.0
 
 
@@ -70,6 +72,10 @@ async def serve(config: ServingConfig, *, display: Display) -> None:
     async def run() -> None:
         async with deployment(config, display=display, stack=stack) as running:
             announce(running, display)
+            if stack.ray is not None:
+                display.say(
+                    f"Logs, until it ends: {stack.ray.folder}/ray/session_latest/logs. Ctrl-C ends it."
+                )
             await asyncio.get_running_loop().create_future()  # until a signal cancels this task
 
     await until_signal(run(), force=stack.kill, display=display)
@@ -128,7 +134,11 @@ async def deployment(
             members = await _wait_ready(fleet, config.fleet.start_timeout_s, detail)
         router.set_members(router_members(members))
         info = await wait_visible(address, num_workers=len(members))
-        following = asyncio.create_task(follow_fleet(fleet, router.set_members))
+        following = asyncio.create_task(
+            follow_fleet(
+                fleet, router.set_members, on_change=lambda found: display.say(describe_members(found))
+            )
+        )
         cleanup.push_async_callback(_cancel, following)
         yield Deployment(address, config, info)
 
@@ -189,27 +199,31 @@ async def resolve(config: ServingConfig, *, display: Display) -> ServingConfig:
 
 
 async def wait_visible(address: str, *, num_workers: int) -> inference_pb2.GetServerInfoResponse:
-    """Ask the router itself until it sees `num_workers` healthy workers; return its account.
+    """Ask the router itself until it serves with `num_workers` healthy workers; return its account.
 
     Raises:
         WorkerLostError: not within 15 s, though the workers said that they are ready.
     """
     last = "no answer"
     async with connect_grpc(reachable(address)) as channel:
-        stub = inference_pb2_grpc.InferenceStub(channel)
+        health = health_pb2_grpc.HealthStub(channel)
+        inference = inference_pb2_grpc.InferenceStub(channel)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_VISIBLE_TIMEOUT_S):
                 while True:
                     try:
-                        info: inference_pb2.GetServerInfoResponse = await stub.GetServerInfo(
-                            inference_pb2.GetServerInfoRequest(), timeout=2.0
+                        state = await health.Check(health_pb2.HealthCheckRequest(), timeout=_ASK_TIMEOUT_S)
+                        info: inference_pb2.GetServerInfoResponse = await inference.GetServerInfo(
+                            inference_pb2.GetServerInfoRequest(), timeout=_ASK_TIMEOUT_S
                         )
-                        healthy = sum(worker.healthy for worker in info.workers)
-                        if healthy >= num_workers:
-                            return info
-                        last = f"it sees {healthy} of {num_workers} workers"
                     except grpc.aio.AioRpcError as exc:
                         last = exc.details() or exc.code().name
+                    else:
+                        healthy = sum(worker.healthy for worker in info.workers)
+                        # SERVING comes after the tokenizer is loaded, which a healthy worker alone is not.
+                        if state.status == health_pb2.HealthCheckResponse.SERVING and healthy >= num_workers:
+                            return info
+                        last = f"it sees {healthy} of {num_workers} workers"
                     await asyncio.sleep(0.1)
     raise WorkerLostError(f"the router at {address} is not ready after {_VISIBLE_TIMEOUT_S:g} s: {last}")
 
