@@ -19,8 +19,8 @@ from phasor.deploy.display import Display
 from phasor.deploy.serve import LocalStack, deployment, until_signal, wait_visible
 from phasor.v1.inference_pb2 import WorkerSummary
 
-_SYSTEM = "You are a helpful assistant who answers in one or two short sentences."
-_QUESTIONS = ("What is the capital of France?", "And what is that city known for?")
+_SYSTEM = "You are a helpful assistant."
+_QUESTIONS = ("What is the capital of France?", "What is it famous for?")
 _MAX_TOKENS = 64
 _TIMEOUT_S = 120.0
 _SETTLE_S = 5.0

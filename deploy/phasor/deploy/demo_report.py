@@ -1,8 +1,10 @@
 """The tables at the end of `phasor demo`: where every token of two requests came from, and what it took."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from rich import box
 from rich.table import Table
 
 from phasor.core.request import Timing, Usage
@@ -34,44 +36,49 @@ class Answer:
 
 
 def workers_table(workers: Sequence[inference_pb2.WorkerSummary]) -> Table:
-    """Return one row per worker: prompt tokens computed, reused and transferred, tokens generated, bytes moved."""
-    table = Table(title="Workers")
-    for header in ("worker", "incarnation"):
-        table.add_column(header)
-    for header in ("computed", "reused", "generated", "transferred", "bytes moved"):
+    """Return one row per worker: prompt tokens computed, reused, transferred; tokens generated; bytes moved."""
+    table = _table("Tokens by worker", "worker")
+    for header in ("computed", "reused", "transferred", "generated", "bytes moved"):
         table.add_column(header, justify="right")
+    seen: Counter[str] = Counter()
     for worker in workers:
-        counts = worker.counts
+        counts, role = worker.counts, _ROLES.get(worker.role, "unknown")
         table.add_row(
-            _ROLES.get(worker.role, "?"),
-            worker.incarnation,
+            f"{role}-{seen[role]}",
             f"{counts.prompt_tokens_computed_total:,}",
             f"{counts.prompt_tokens_reused_total:,}",
-            f"{counts.tokens_generated_total:,}",
             f"{counts.tokens_transferred_total:,}",
+            f"{counts.tokens_generated_total:,}",
             f"{counts.bytes_transferred_total:,}",
         )
+        seen[role] += 1
     return table
 
 
 def requests_table(answers: Sequence[Answer]) -> Table:
-    """Return one row per request: its tokens by origin, time to first token, tokens per second."""
-    table = Table(title="Requests")
-    table.add_column("question")
-    headers = ("prompt", "reused", "computed", "transferred", "bytes moved", "reply", "TTFT s", "tokens/s")
+    """Return one row per request: its prompt tokens by origin, time to first token, tokens per second."""
+    table = _table("Tokens by question", "#")
+    headers = ("prompt", "computed", "reused", "transferred", "bytes moved", "reply", "TTFT s", "tokens/s")
     for header in headers:
         table.add_column(header, justify="right")
-    for answer in answers:
+    for number, answer in enumerate(answers, 1):
         usage = answer.usage
         table.add_row(
-            answer.question,
+            str(number),
             f"{usage.prompt_tokens:,}",
-            f"{usage.cached_tokens:,}",
             f"{usage.prefill_computed_tokens + usage.decode_computed_tokens:,}",
+            f"{usage.cached_tokens:,}",
             f"{usage.transferred_tokens:,}",
             f"{usage.transferred_bytes:,}",
             f"{usage.completion_tokens:,}",
             f"{answer.first_token_s:.3f}",
             f"{answer.tokens_per_s:.1f}",
         )
+    return table
+
+
+def _table(title: str, first: str) -> Table:
+    # Narrow enough for 80 columns, so that it survives a log file.
+    table = Table(title=title, box=box.SIMPLE, title_justify="left", padding=(0, 0, 0, 1))
+    table.add_column(first, no_wrap=True)
     return table

@@ -206,7 +206,7 @@ async def wait_visible(address: str, *, num_workers: int) -> inference_pb2.GetSe
     """
     last = "no answer"
     async with connect_grpc(reachable(address)) as channel:
-        health = health_pb2_grpc.HealthStub(channel)
+        health: Any = health_pb2_grpc.HealthStub(channel)
         inference = inference_pb2_grpc.InferenceStub(channel)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_VISIBLE_TIMEOUT_S):
