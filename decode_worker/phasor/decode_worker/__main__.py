@@ -2,8 +2,8 @@
 
 import sys
 
-from phasor.engine.worker_main import run_worker
 from phasor.decode_worker.worker import DecodeWorker
+from phasor.engine.worker_main import run_worker
 
 if __name__ == "__main__":
     sys.exit(run_worker(DecodeWorker, "python -m phasor.decode_worker"))

@@ -120,9 +120,7 @@ class DecodeWorker(WorkerService):
             num_preemptions_total=scheduler.num_preemptions,
         )
 
-    async def Decode(
-        self, request: worker_pb2.DecodeRequest, context: Any
-    ) -> AsyncIterator[worker_pb2.DecodeEvent]:
+    async def Decode(self, request: worker_pb2.DecodeRequest, context: Any) -> None:
         """Serve one request: Admitted, then Delta as text becomes certain, then DecodeFinished."""
         async with errors_to_status(context):
             request_id = self.claim(request.request_id, request.incarnation)
@@ -138,8 +136,10 @@ class DecodeWorker(WorkerService):
                         local_prefill=request.local_prefill,
                     )
                 )
+                # `write`, not `yield`: a cancelled call then reaches `finally` at once, not when a generator is
+                # finalised.
                 async for event in items_until_end(entry.items, entry.timeout_s, request_id):
-                    yield event
+                    await context.write(event)
             finally:
                 # The one release path of this side: cancel, error, deadline and normal end all pass here.
                 self._requests.pop(request_id, None)

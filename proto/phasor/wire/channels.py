@@ -30,6 +30,8 @@ SERVER_OPTIONS: list[tuple[str, Any]] = [
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 500),
+    # Pings that bunch up (a client that does not read, a loaded machine) must not end every call on a connection.
+    ("grpc.http2.max_ping_strikes", 0),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     # Two processes never share a port by accident: a port in use is an error at start.
@@ -40,7 +42,9 @@ SERVER_OPTIONS: list[tuple[str, Any]] = [
 def connect(address: str) -> grpc.aio.Channel:
     """Open an asyncio channel to `host:port`. The caller closes it."""
     # Each channel has its own connection: a stuck one does not hold up another's.
-    return grpc.aio.insecure_channel(address, options=[*CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1)])
+    return grpc.aio.insecure_channel(
+        address, options=[*CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1)]
+    )
 
 
 def connect_sync(address: str) -> grpc.Channel:

@@ -1,0 +1,1 @@
+"""Links and transfers of pages between workers. Takes tensors and block ids, not the pool."""
