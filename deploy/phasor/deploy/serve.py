@@ -140,6 +140,8 @@ async def deployment(
             )
         )
         cleanup.push_async_callback(_cancel, following)
+        # Once more, to come first: requests end before the workers do. The second time does nothing.
+        cleanup.push_async_callback(router.stop, _ROUTER_GRACE_S)
         yield Deployment(address, config, info)
 
 
