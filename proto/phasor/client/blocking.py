@@ -17,6 +17,8 @@ class Reply(wire.ReplyState, Iterator[Event]):
     """A reply as it arrives: any number of Delta, then one Finished. Iterating blocks; closing early cancels.
 
     Use it as a context manager, or read it to its end, so that the server stops when you stop caring.
+    A KeyboardInterrupt in the middle of a read can leave gRPC's own locks held: end the program then, or go on with
+    a new `Client`. A program that survives Ctrl-C as a matter of course should use `AsyncClient`.
     """
 
     def __init__(self, call: Any, address: str) -> None:
