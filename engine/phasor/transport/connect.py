@@ -1,41 +1,20 @@
-"""How the two ends of a link find each other."""
-
-from collections.abc import Callable
-from dataclasses import dataclass
+"""From configuration to links."""
 
 from phasor.core.config import TransportConfig
-from phasor.transport.link import Link
-from phasor.transport.process_group import DECODE_RANK, PREFILL_RANK, host_store, join_store, open_link
+from phasor.core.errors import ConfigError
+from phasor.transport.gloo import GlooLinks
+from phasor.transport.link import LinkFactory
+from phasor.transport.nccl import NcclLinks
 
 
-@dataclass(frozen=True, slots=True)
-class Rendezvous:
-    """A place where the decode end is awaited."""
+def link_factory_for(config: TransportConfig) -> LinkFactory:
+    """Return the factory of links of the configured kind.
 
-    host: str
-    port: int
-    connect: Callable[[], Link]
-    """Blocks until the decode end has joined, at most for the link's timeout."""
-
-
-class LinkEnds:
-    """Opens either end of a link of the configured kind. Everything here blocks: call it in a thread."""
-
-    def __init__(self, config: TransportConfig) -> None:
-        self._config = config
-
-    def host(self, link_id: str) -> Rendezvous:
-        """Prepare the prefill end."""
-        config = self._config
-        store = host_store(config.host, config.timeout_s)
-
-        def connect() -> Link:
-            return open_link(config.kind, store, link_id, PREFILL_RANK, config.timeout_s, config.host)
-
-        return Rendezvous(config.host, store.port, connect)
-
-    def join(self, link_id: str, host: str, port: int) -> Link:
-        """Open the decode end."""
-        config = self._config
-        store = join_store(host, port, config.timeout_s)
-        return open_link(config.kind, store, link_id, DECODE_RANK, config.timeout_s, config.host)
+    Raises:
+        ConfigError: the kind is unknown, or not available in this process.
+    """
+    if config.kind == "gloo":
+        return GlooLinks(config.host, config.timeout_s)
+    if config.kind == "nccl":
+        return NcclLinks(config.host, config.timeout_s)
+    raise ConfigError("transport.kind", config.kind, "must be 'gloo' or 'nccl'")

@@ -1,164 +1,162 @@
-"""One link's decode end: a thread that joins it and then takes announced pages off it, in order."""
+"""One link's decode end: a thread that joins it and then takes announced chunks off it, in order."""
 
 import asyncio
 import logging
 import queue
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
 from phasor.core.errors import PhasorError, TransferError
 from phasor.core.ids import TicketId
 from phasor.transport.checksum import checksum
+from phasor.transport.events import ChunkArrived, TransferEvent
 from phasor.transport.link import Link
-from phasor.transport.tickets import Chunk, shape_error
+from phasor.transport.tickets import (
+    Announced,
+    Answered,
+    Deliver,
+    Event,
+    GivenUp,
+    Instruction,
+    LinkClosed,
+    LinkEnded,
+    Receive,
+    Received,
+)
 from phasor.v1 import worker_pb2 as pb
-
-if TYPE_CHECKING:
-    from phasor.transport.receiver import PageReceiver
-
-MAX_STAGING_BYTES = 256 * 2**20
-"""Staged but not yet placed bytes per link; beyond it the sender waits."""
-
-MAX_CHUNK_BLOCKS = 65_536
 
 _log = logging.getLogger(__name__)
 
 
+class LinkOwner(Protocol):
+    """What a link's thread needs of its PageReceiver. Everything may be called in any thread."""
+
+    deliver: Callable[[TransferEvent], None]
+    block_shape: tuple[int, int]
+    dtype: torch.dtype
+
+    def apply(self, event: Event) -> list[Instruction]:
+        """Have the ticket book handle an event, and carry out what it says; returns that too."""
+        ...
+
+    def wait_for_room(self, link_id: str, num_bytes: int) -> None:
+        """Block until so much more may be staged, or the link has ended."""
+        ...
+
+    def count_received(self, num_bytes: int) -> None:
+        """Note bytes that arrived intact."""
+        ...
+
+
 class IncomingLink:
-    """Owned by a PageReceiver. Its thread alone touches the process group."""
+    """Owned by a PageReceiver. Its thread alone sends or receives on the link."""
 
-    def __init__(
-        self, receiver: "PageReceiver", offer: pb.LinkOffer, ended: Callable[["IncomingLink", PhasorError], None]
-    ) -> None:
-        self.link_id = offer.link_id
+    def __init__(self, link_id: str, prefill_incarnation: str, owner: LinkOwner) -> None:
+        self.link_id, self.prefill_incarnation = link_id, prefill_incarnation
         self.answers: asyncio.Queue[pb.Acknowledgement | None] = asyncio.Queue()
-        self.streaming = False
+        """For the stream; None is the end. Event loop only."""
         self.error: PhasorError | None = None
-        """Why the link ended, for the other end; None after an orderly end."""
-        self._receiver, self._offer, self._ended = receiver, offer, ended
+        """Why the link ended."""
+        self.streaming = False
+        """Whether the announcements' stream has come."""
+        self._owner = owner
         self._work: queue.SimpleQueue[pb.Announcement | None] = queue.SimpleQueue()
-        self._next_sequence = 0
-        self._staged = threading.Condition()
-        self._staging_bytes = 0
-        self._ending: PhasorError | None = None
-        self._thread = threading.Thread(target=self._run, name=f"phasor-{self.link_id}", daemon=True)
+        self._link: Link | None = None
+        self._thread: threading.Thread | None = None
 
-    @property
-    def staging_bytes(self) -> int:
-        """Bytes received or being received that are not placed or dropped yet."""
-        return self._staging_bytes
-
-    def start(self) -> None:
-        """Begin to join the link."""
+    def start(self, join: Callable[[], Link]) -> None:
+        """Begin to join the link with `join`, in the link's thread."""
+        self._thread = threading.Thread(
+            target=self._run, args=(join,), name=f"phasor-in-{self.link_id}", daemon=True
+        )
         self._thread.start()
 
     def announce(self, announcement: pb.Announcement) -> None:
         """Queue an announcement for the thread; never blocks."""
         self._work.put(announcement)
 
-    def end(self, reason: PhasorError) -> None:
-        """Ask the thread to end; idempotent, never blocks. A thread stuck in `recv` ends at its timeout."""
-        if self._ending is None:
-            self._ending = reason
+    def stop(self, error: PhasorError) -> None:
+        """Have the thread end; any thread, never blocks. In `recv` of a link that cannot fence, its timeout ends it."""
+        self.error = error
         self._work.put(None)
-        with self._staged:
-            self._staged.notify_all()
+        link = self._link
+        if link is not None:
+            link.close()
 
     def join(self, timeout_s: float) -> None:
         """Wait for the thread."""
-        self._thread.join(timeout_s)
+        if self._thread is not None:
+            self._thread.join(timeout_s)
 
-    def _run(self) -> None:
-        error: PhasorError | None = None
-        link: Link | None = None
+    def _run(self, join: Callable[[], Link]) -> None:
+        error: PhasorError = TransferError(f"{self.link_id} ended")
         try:
-            link = self._receiver.ends.join(self.link_id, self._offer.store_host, self._offer.store_port)
-            while self._ending is None and (announcement := self._work.get(timeout=None)) is not None:
+            self._link = link = join()
+            while self.error is None and (announcement := self._work.get()) is not None:
                 self._take(link, announcement)
         except PhasorError as exc:
-            error = self.error = exc
-            _log.warning("%s ended: %s", self.link_id, exc)
+            error = exc
+        except Exception as exc:  # the top of this thread: whatever it was, tickets and staging must go
+            _log.exception("bug in the thread of %s", self.link_id)
+            error = TransferError(f"{self.link_id}: internal error ({type(exc).__name__})")
         finally:
-            if link is not None:
-                link.close()
-            with self._staged:
-                self._staging_bytes = 0
-            self._ended(self, error or self._ending or TransferError("the link ended"))
-            self._receiver.loop.call_soon_threadsafe(self.answers.put_nowait, None)
+            if self._link is not None:
+                self._link.close()
+            self._owner.apply(LinkEnded(self.link_id, error))
+            self._owner.apply(LinkClosed(self.link_id))
 
     def _take(self, link: Link, announcement: pb.Announcement) -> None:
-        if announcement.sequence != self._next_sequence:
-            raise TransferError(f"announcement {announcement.sequence} came where {self._next_sequence} was next")
-        self._next_sequence += 1
         ticket_id = TicketId(announcement.ticket_id)
         if announcement.abort_reason:
-            self._receiver.fail(ticket_id, TransferError(f"the prefill worker gave up: {announcement.abort_reason}"))
+            reason = announcement.abort_reason
+            self._owner.apply(GivenUp(self.link_id, announcement.sequence, ticket_id, reason))
             return
-        runs = tuple(announcement.run_lengths)
-        wrong = shape_error(announcement.num_blocks, runs, MAX_CHUNK_BLOCKS)
-        if wrong:
-            raise TransferError(wrong)
-        chunk = Chunk(
-            ticket_id, announcement.first_block, announcement.num_blocks, runs, announcement.HasField("last")
+        num_bytes = self._num_bytes(announcement.num_blocks)
+        self._owner.wait_for_room(self.link_id, num_bytes)
+        event = Announced(
+            self.link_id,
+            announcement.sequence,
+            ticket_id,
+            announcement.first_block,
+            announcement.num_blocks,
+            tuple(announcement.run_lengths),
+            num_bytes,
+            announcement.HasField("last"),
         )
-        refusal = self._receiver.tickets.take(chunk, self.link_id)
-        pages, num_bytes = self._receive(link, announcement.num_blocks, runs)
-        if not refusal and checksum([] if pages is None else [pages]) != announcement.checksum:
-            refusal = "checksum mismatch"
-        if refusal:
-            self._give_back(num_bytes)
-            self._answer(announcement, refusal)
-            self._receiver.fail(ticket_id, TransferError(f"pages refused: {refusal}"))
+        if not any(isinstance(instruction, Receive) for instruction in self._owner.apply(event)):
             return
-        self._deliver(announcement, pages, num_bytes)
+        pages = self._receive(link, event)
+        intact = checksum([] if pages is None else [pages]) == announcement.checksum
+        if intact:
+            self._owner.count_received(num_bytes)
+        instructions = self._owner.apply(Received(self.link_id, event.sequence, intact))
+        if any(isinstance(instruction, Deliver) for instruction in instructions):
+            self._deliver(announcement, pages)
 
-    def _receive(self, link: Link, num_blocks: int, runs: tuple[int, ...]) -> tuple[torch.Tensor | None, int]:
-        if num_blocks == 0:
-            return None, 0
-        heads, elements = self._receiver.block_shape
-        num_bytes = num_blocks * heads * elements * self._receiver.dtype.itemsize
-        with self._staged:
-            fits = self._staged.wait_for(
-                lambda: self._ending is not None
-                or self._staging_bytes == 0
-                or self._staging_bytes + num_bytes <= MAX_STAGING_BYTES,
-                timeout=self._receiver.config.timeout_s,
-            )
-            if not fits:
-                raise TransferError(f"{self._staging_bytes} staged bytes were not placed in time")
-            self._staging_bytes += num_bytes
-        pages = torch.empty(num_blocks, heads, elements, dtype=self._receiver.dtype)
-        link.recv(list(pages.split(list(runs))))
-        self._receiver.bytes_received += num_bytes
-        return pages, num_bytes
+    def _num_bytes(self, num_blocks: int) -> int:
+        heads, elements = self._owner.block_shape
+        return max(0, num_blocks) * heads * elements * self._owner.dtype.itemsize
 
-    def _deliver(self, announcement: pb.Announcement, pages: torch.Tensor | None, num_bytes: int) -> None:
-        from phasor.transport.receiver import ChunkArrived
+    def _receive(self, link: Link, event: Announced) -> torch.Tensor | None:
+        """Take a chunk's bytes off the link into new memory, which is nobody else's until it is delivered."""
+        if event.num_blocks == 0:
+            return None
+        pages = torch.empty(
+            event.num_blocks, *self._owner.block_shape, dtype=self._owner.dtype, device=link.device
+        )
+        link.recv(torch.split(pages, list(event.run_lengths)))
+        return pages
 
-        answered = threading.Lock()
-        ticket_id = TicketId(announcement.ticket_id)
+    def _deliver(self, announcement: pb.Announcement, pages: torch.Tensor | None) -> None:
+        link_id, sequence, owner = self.link_id, announcement.sequence, self._owner
 
         def acknowledge(why: str) -> None:
-            if not answered.acquire(blocking=False):
-                return
-            self._give_back(num_bytes)
-            if why:
-                self._receiver.fail(ticket_id, TransferError(why))
-            else:
-                self._receiver.tickets.close_filled(ticket_id)
-            self._answer(announcement, why)
+            owner.apply(Answered(link_id, sequence, why))
 
         last = announcement.last if announcement.HasField("last") else None
-        self._receiver.deliver(ChunkArrived(ticket_id, announcement.first_block, pages, last, acknowledge))
-
-    def _give_back(self, num_bytes: int) -> None:
-        with self._staged:
-            self._staging_bytes = max(0, self._staging_bytes - num_bytes)
-            self._staged.notify_all()
-
-    def _answer(self, announcement: pb.Announcement, error: str) -> None:
-        answer = pb.Acknowledgement(ticket_id=announcement.ticket_id, sequence=announcement.sequence, error=error)
-        self._receiver.loop.call_soon_threadsafe(self.answers.put_nowait, answer)
+        owner.deliver(
+            ChunkArrived(TicketId(announcement.ticket_id), announcement.first_block, pages, last, acknowledge)
+        )

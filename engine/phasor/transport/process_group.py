@@ -1,94 +1,130 @@
-"""Links over torch.distributed: gloo on CPUs, NCCL on GPUs. One process group, store and port per pair of workers.
+"""What links over torch.distributed share: a rendezvous store per link, and a two-rank group that outlives no error.
 
-No global group (`init_process_group`): one pair's death must not break another's. The prefill end hosts the
-rendezvous store, on a free port of its own.
+There is no global group (`init_process_group`): one pair's death must not break another's. The prefill end hosts
+the store, on a free port of its own, on its own address only.
 """
 
+import socket
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
-import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from phasor.core.errors import ConfigError
-from phasor.transport.link import map_process_group_errors
+from phasor.core.errors import TransferError
+from phasor.transport.link import Link, Rendezvous, map_process_group_errors
 
 PREFILL_RANK, DECODE_RANK = 0, 1
 
 
-class GlooLink:
-    """A link over gloo. A thread stuck in `recv` on a silent peer is freed by the timeout only."""
+class ProcessGroupLink(ABC):
+    """One rank of a two-rank process group.
 
-    can_fence: ClassVar[bool] = False
+    Args:
+        group: a ProcessGroupGloo or ProcessGroupNCCL.
+        peer_rank: the other end's rank.
+        store: kept alive for as long as the group is in use.
+        device: where tensors must lie.
+    """
 
-    def __init__(self, group: Any, peer_rank: int, store: Any) -> None:
-        self._group, self._peer, self._store = group, peer_rank, store
+    def __init__(self, group: Any, peer_rank: int, store: Any, device: torch.device) -> None:
+        self._group: Any = group
+        self._store: Any = store
+        self._peer_rank = peer_rank
+        self.device = device
 
     def send(self, tensors: Sequence[torch.Tensor]) -> None:
         """Send each tensor in turn; see Link."""
         for tensor in tensors:
+            group = self._open_group()
             with map_process_group_errors("sending pages"):
-                self._group.send([tensor], self._peer, 0).wait()
+                self._finish(group.send([tensor], self._peer_rank, 0))
 
     def recv(self, tensors: Sequence[torch.Tensor]) -> None:
         """Receive each tensor in turn; see Link."""
         for tensor in tensors:
+            group = self._open_group()
             with map_process_group_errors("receiving pages"):
-                self._group.recv([tensor], self._peer, 0).wait()
+                self._finish(group.recv([tensor], self._peer_rank, 0))
 
     def close(self) -> None:
-        """Forget group and store; their sockets close with the last reference."""
+        """Forget group and store; their sockets close with the last reference, which a stuck thread may hold."""
         self._group = self._store = None
 
+    @abstractmethod
+    def _finish(self, work: Any) -> None:
+        """Block until `work` is done, at most for the link's timeout."""
 
-class NcclLink(GlooLink):
-    """A link over NCCL: `close` aborts the communicator, which frees a stuck thread."""
-
-    can_fence: ClassVar[bool] = True
-
-    def send(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Send each tensor in turn and wait until the device has."""
-        super().send(tensors)
-        torch.cuda.current_stream().synchronize()
-
-    def recv(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Receive each tensor in turn and wait until the device has."""
-        super().recv(tensors)
-        torch.cuda.current_stream().synchronize()
-
-    def close(self) -> None:
-        """Abort the communicator and forget it."""
+    def _open_group(self) -> Any:
         group = self._group
-        super().close()
-        if group is not None:
-            group.abort()
+        if group is None:
+            raise TransferError("this end of the link was closed")
+        return group
 
 
-def host_store(host: str, timeout_s: float) -> Any:
-    """Open a rendezvous store on a free port of `host`; its `port` says which."""
-    with map_process_group_errors(f"opening a rendezvous store on {host}"):
-        return dist.TCPStore(host, 0, 2, True, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
+class ProcessGroupLinks(ABC):
+    """A LinkFactory over a rendezvous store.
 
+    Args:
+        host: the address of this worker's own ends.
+        timeout_s: of every wait of a link, its opening included.
+    """
 
-def join_store(host: str, port: int, timeout_s: float) -> Any:
-    """Connect to the prefill end's rendezvous store."""
-    with map_process_group_errors(f"reaching the rendezvous store at {host}:{port}"):
-        return dist.TCPStore(host, port, 2, False, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
+    def __init__(self, host: str, timeout_s: float) -> None:
+        self._host = host
+        self._timeout = timedelta(seconds=timeout_s)
 
+    @property
+    @abstractmethod
+    def kind(self) -> str:
+        """See LinkFactory."""
 
-def open_link(kind: str, store: Any, link_id: str, rank: int, timeout_s: float, host: str) -> GlooLink:
-    """Join the two-rank group of `link_id`; blocks until the other end joins, at most `timeout_s`."""
-    prefix = dist.PrefixStore(link_id, store)
-    timeout = timedelta(seconds=timeout_s)
-    with map_process_group_errors(f"opening the {kind} link {link_id}"):
-        if kind == "gloo":
-            options = dist.ProcessGroupGloo._Options()
-            options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
-            options._timeout = timeout
-            return GlooLink(dist.ProcessGroupGloo(prefix, rank, 2, options), 1 - rank, store)
-        if kind == "nccl":
-            nccl = dist.ProcessGroupNCCL.Options()
-            nccl._timeout = timeout
-            return NcclLink(dist.ProcessGroupNCCL(prefix, rank, 2, nccl), 1 - rank, store)
-    raise ConfigError("transport.kind", kind, "must be 'gloo' or 'nccl'")
+    @abstractmethod
+    def _join_group(self, store: Any, rank: int, link_id: str) -> Link:
+        """Open one rank; blocks until the other one joins."""
+
+    def host(self, link_id: str) -> Rendezvous:
+        """Open a rendezvous store on a free port; see LinkFactory."""
+        store, port = self._host_store()
+
+        def connect() -> Link:
+            with map_process_group_errors(
+                f"waiting for the decode worker to join {self.kind} link {link_id}"
+            ):
+                return self._join_group(store, PREFILL_RANK, link_id)
+
+        return Rendezvous(self._host, port, connect)
+
+    def join(self, link_id: str, host: str, port: int) -> Link:
+        """Reach the prefill end's store and join; see LinkFactory."""
+        with map_process_group_errors(f"reaching the rendezvous store of {link_id} at {host}:{port}"):
+            store = TCPStore(host, port, 2, False, timeout=self._timeout, wait_for_workers=False)
+        with map_process_group_errors(f"joining {self.kind} link {link_id} at {host}:{port}"):
+            return self._join_group(store, DECODE_RANK, link_id)
+
+    def _host_store(self) -> tuple[Any, int]:
+        """Return a store and its port. We bind the socket: TCPStore by itself would listen on every address."""
+        what = f"opening a rendezvous store on {self._host}"
+        try:
+            family, kind, protocol, _, address = socket.getaddrinfo(self._host, 0, type=socket.SOCK_STREAM)[0]
+            with socket.socket(family, kind, protocol) as listening:
+                listening.bind(address)
+                listening.listen()
+                port: int = listening.getsockname()[1]
+                # From here on the descriptor is the store's.
+                descriptor = listening.detach()
+        except OSError as exc:
+            raise TransferError(f"{what}: {exc}") from exc
+        with map_process_group_errors(what):
+            store = TCPStore(
+                self._host,
+                port,
+                2,
+                True,
+                timeout=self._timeout,
+                wait_for_workers=False,
+                master_listen_fd=descriptor,
+            )
+        return store, port

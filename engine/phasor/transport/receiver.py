@@ -1,15 +1,17 @@
 """The decode end: takes announced pages off links into staging, verifies them, and hands them to their owner.
 
 Staging belongs to the transfer. A transfer that is given up can only ever write into memory that nobody reads:
-the pool is written by the owner, after the checksum, and only while the ticket is open.
+the pool is written by the owner, after the checksum, and only while the ticket is open. What is decided here is
+decided by `tickets.TicketBook`; this module gives it events and carries out its instructions.
 """
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+import threading
+from collections.abc import Callable
 from typing import Any
 
+import grpc.aio
 import torch
 
 from phasor.core.config import TransportConfig
@@ -22,39 +24,36 @@ from phasor.core.errors import (
 )
 from phasor.core.identity import Identity
 from phasor.core.ids import Incarnation, TicketId
-from phasor.transport.connect import LinkEnds
+from phasor.transport.connect import link_factory_for
+from phasor.transport.events import ChunkArrived, TransferEvent, TransferFailed
 from phasor.transport.incoming import IncomingLink
-from phasor.transport.tickets import TicketBook
+from phasor.transport.link import LinkFactory
+from phasor.transport.loops import post
+from phasor.transport.tickets import (
+    Answer,
+    CloseTicket,
+    EndLink,
+    Event,
+    Expired,
+    Instruction,
+    Issued,
+    LinkClosed,
+    LinkEnded,
+    LinkOpened,
+    Revoked,
+    TicketBook,
+)
 from phasor.v1 import worker_pb2 as pb
 from phasor.v1 import worker_pb2_grpc
 from phasor.wire.convert import identity_from_pb
 from phasor.wire.status import errors_to_status
 
+__all__ = ["MAX_STAGING_BYTES", "ChunkArrived", "PageReceiver", "TransferEvent", "TransferFailed"]
+
+MAX_STAGING_BYTES = 256 * 2**20
+"""Staged but not yet placed bytes per link; a sender keeps to half of it."""
+
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class ChunkArrived:
-    """Verified pages. `acknowledge("")` says that they are placed, any other text why they are not wanted."""
-
-    ticket_id: TicketId
-    first_block: int
-    pages: torch.Tensor | None
-    """`[n, kv_heads, page_elements]` staging, the receiver of this event's until it acknowledges; None for no pages."""
-    last: pb.LastChunk | None
-    acknowledge: Callable[[str], None]
-    """Any thread; the first call counts."""
-
-
-@dataclass(frozen=True, slots=True)
-class TransferFailed:
-    """The rest of this ticket's pages will not arrive; the ticket is closed."""
-
-    ticket_id: TicketId
-    error: PhasorError
-
-
-Deliver = Callable[[ChunkArrived | TransferFailed], None]
 
 
 class PageReceiver(worker_pb2_grpc.PeerServicer):
@@ -67,7 +66,8 @@ class PageReceiver(worker_pb2_grpc.PeerServicer):
         dtype: of the pool.
         config: kind and timeout of links, and the address of this end.
         deliver: takes events, in any thread; must not block.
-        ends: opens links; tests put other kinds in.
+        link_factory: opens links; of the configured kind by default.
+        max_staging_bytes: staged but not yet placed, per link.
     """
 
     def __init__(
@@ -78,124 +78,218 @@ class PageReceiver(worker_pb2_grpc.PeerServicer):
         block_shape: tuple[int, int],
         dtype: torch.dtype,
         config: TransportConfig,
-        deliver: Deliver,
-        ends: LinkEnds | None = None,
+        deliver: Callable[[TransferEvent], None],
+        link_factory: LinkFactory | None = None,
+        max_staging_bytes: int = MAX_STAGING_BYTES,
     ) -> None:
-        self.config, self.deliver = config, deliver
+        self.deliver = deliver
         self.block_shape, self.dtype = block_shape, dtype
-        self.ends = ends or LinkEnds(config)
-        self.tickets = TicketBook()
-        self.loop = asyncio.get_running_loop()
-        self.bytes_received = 0
+        self._config = config
+        self._factory = link_factory or link_factory_for(config)
         self._incarnation, self._identity = incarnation, identity
+        self._max_staging_bytes = max_staging_bytes
+        self._loop = asyncio.get_running_loop()
+        # Guards the book, the links and the count; notified when any of them changed. Never held while
+        # somebody else's code runs.
+        self._changed = threading.Condition()
+        self._book = TicketBook(max_chunk_bytes=max_staging_bytes)
         self._links: dict[str, IncomingLink] = {}
+        self._bytes_received = 0
         self._deadlines: dict[TicketId, asyncio.TimerHandle] = {}
+        self._closing = False
 
     @property
     def num_open_tickets(self) -> int:
-        """Tickets that may still receive pages."""
-        return len(self.tickets)
+        """Tickets that may still receive pages, or whose pages are not placed yet."""
+        with self._changed:
+            return self._book.num_open_tickets
 
     @property
     def staging_bytes(self) -> int:
         """Bytes of staging that are not given back."""
-        return sum(link.staging_bytes for link in list(self._links.values()))
+        with self._changed:
+            return self._book.staging_bytes()
+
+    @property
+    def bytes_received(self) -> int:
+        """Bytes of pages that arrived intact since the start."""
+        return self._bytes_received
 
     @property
     def num_links(self) -> int:
-        """Links that are open or being opened."""
-        return len(self._links)
+        """Links whose thread has not ended."""
+        with self._changed:
+            return len(self._links)
 
     def issue(self, ticket_id: TicketId, *, first_block: int, num_blocks: int, deadline_s: float) -> None:
-        """Open a ticket; any thread. If it is not filled in `deadline_s` seconds, it fails."""
-        self.tickets.issue(ticket_id, first_block, num_blocks)
-
-        def arm() -> None:
-            if ticket_id in self.tickets:
-                self._deadlines[ticket_id] = self.loop.call_later(deadline_s, self._expire, ticket_id, deadline_s)
-
-        self.loop.call_soon_threadsafe(arm)
+        """Open a ticket; any thread. If its pages are not placed in `deadline_s` seconds, it fails."""
+        self.apply(Issued(ticket_id, first_block, num_blocks))
+        post(self._loop, self._arm, ticket_id, deadline_s)
 
     def revoke(self, ticket_id: TicketId) -> None:
         """Close a ticket at its owner's wish; any thread, idempotent. Pages on their way are received and dropped."""
-        self.tickets.revoke(ticket_id)
-        self.loop.call_soon_threadsafe(self._disarm, ticket_id)
-
-    def fail(self, ticket_id: TicketId, error: PhasorError) -> None:
-        """Close a ticket and tell its owner, once; any thread."""
-        if self.tickets.fail(ticket_id):
-            self.loop.call_soon_threadsafe(self._disarm, ticket_id)
-            self.deliver(TransferFailed(ticket_id, error))
+        self.apply(Revoked(ticket_id))
 
     async def close(self) -> None:
-        """End all links; tickets begun on them fail. Waits for link threads at most the links' timeout."""
-        links = list(self._links.values())
+        """End all links and fail all open tickets. Waits for link threads at most the links' timeout and a bit."""
+        self._closing = True
+        error = TransferError("the decode worker is stopping")
+        with self._changed:
+            links = list(self._links.values())
         for link in links:
-            link.end(TransferError("the decode worker is stopping"))
-        await asyncio.gather(*(asyncio.to_thread(link.join, self.config.timeout_s + 1.0) for link in links))
+            self._end(link, error)
+        with self._changed:
+            open_tickets = self._book.open_tickets
+        for ticket_id in open_tickets:
+            self.revoke(ticket_id)
+            self.deliver(TransferFailed(ticket_id, error))
+        # A thread that is joining a link waits for two things, one timeout each.
+        longest_s = 2 * self._config.timeout_s + 1.0
+        await asyncio.gather(*(asyncio.to_thread(link.join, longest_s) for link in links))
         for handle in self._deadlines.values():
             handle.cancel()
         self._deadlines.clear()
-        self._links.clear()
 
     async def OpenLink(self, request: pb.LinkOffer, context: Any) -> pb.LinkAccepted:
         """Check the offer and begin to join the link."""
         async with errors_to_status(context):
-            self._check(request)
-            link = IncomingLink(self, request, self._forget)
-            self._links[request.link_id] = link
-            link.start()
+            try:
+                self._check(request)
+            except PhasorError as exc:
+                _log.warning("refused a link from %s: %s", request.prefill_incarnation, exc)
+                raise
+            link = IncomingLink(request.link_id, request.prefill_incarnation, self)
+            with self._changed:
+                self._links[link.link_id] = link
+            self.apply(LinkOpened(link.link_id, Incarnation(request.prefill_incarnation)))
+            link.start(lambda: self._factory.join(request.link_id, request.store_host, request.store_port))
+            # Joining takes one timeout at most; a sender that then brings no stream has died.
+            self._loop.call_later(2 * self._config.timeout_s, self._expect_stream, link)
             return pb.LinkAccepted(decode_incarnation=self._incarnation)
         raise AssertionError("unreachable: errors_to_status aborts the call")
 
-    async def Transfer(self, request_iterator: Any, context: Any) -> AsyncIterator[pb.Acknowledgement]:
+    async def Transfer(self, request_iterator: Any, context: Any) -> None:
         """Read a link's announcements and answer them; the end of this call is the end of the link."""
         async with errors_to_status(context):
-            first = await asyncio.wait_for(anext(request_iterator), self.config.timeout_s)
-            link = self._links.get(first.link_id)
-            if link is None or link.streaming:
-                raise TransferError(f"link {first.link_id!r} is unknown here, or has a stream already")
-            link.streaming = True
-            reading = asyncio.create_task(_read(request_iterator, link))
+            link = await self._named_link(context)
+            reading = asyncio.create_task(self._read(context, link), name=f"announcements {link.link_id}")
             try:
                 while (answer := await link.answers.get()) is not None:
-                    yield answer
+                    await context.write(answer)
                 if link.error is not None:
                     raise link.error
             finally:
                 reading.cancel()
-                link.end(TransferError("the prefill worker closed the link"))
+                self._end(link, TransferError("the prefill worker's stream ended"))
+
+    def apply(self, event: Event) -> list[Instruction]:
+        """Have the book handle an event and carry out what it says; any thread. For link threads."""
+        with self._changed:
+            instructions = self._book.handle(event)
+            if isinstance(event, LinkClosed):
+                del self._links[event.link_id]
+            links = dict(self._links)
+            self._changed.notify_all()
+        for instruction in instructions:
+            if isinstance(instruction, Answer):
+                answer = pb.Acknowledgement(
+                    ticket_id=instruction.ticket_id, sequence=instruction.sequence, error=instruction.error
+                )
+                post(self._loop, links[instruction.link_id].answers.put_nowait, answer)
+            elif isinstance(instruction, CloseTicket):
+                post(self._loop, self._disarm, instruction.ticket_id)
+                if instruction.error is not None:
+                    self.deliver(TransferFailed(instruction.ticket_id, instruction.error))
+            elif isinstance(instruction, EndLink):
+                link = links[instruction.link_id]
+                _log.info("%s from %s ended: %s", link.link_id, link.prefill_incarnation, instruction.error)
+                link.stop(instruction.error)
+                post(self._loop, link.answers.put_nowait, None)
+        return instructions
+
+    def wait_for_room(self, link_id: str, num_bytes: int) -> None:
+        """Block until so much more may be staged on the link, or it has ended; for link threads.
+
+        Raises:
+            TransferError: no room within the links' timeout.
+        """
+
+        def has_room() -> bool:
+            staged = self._book.staging_bytes(link_id)
+            return staged == 0 or staged + num_bytes <= self._max_staging_bytes
+
+        with self._changed:
+            if not self._changed.wait_for(
+                lambda: has_room() or not self._book.is_live(link_id), self._config.timeout_s
+            ):
+                staged = self._book.staging_bytes(link_id)
+                raise TransferError(
+                    f"{staged} staged bytes were not placed in {self._config.timeout_s:.1f} s, "
+                    f"{num_bytes} more were announced; at most {self._max_staging_bytes}"
+                )
+
+    def count_received(self, num_bytes: int) -> None:
+        """Note bytes that arrived intact; for link threads."""
+        with self._changed:
+            self._bytes_received += num_bytes
 
     def _check(self, offer: pb.LinkOffer) -> None:
+        if self._closing:
+            raise WorkerLostError("this decode worker is stopping")
         if offer.decode_incarnation != self._incarnation:
-            message = f"this decode worker is {self._incarnation}, not {offer.decode_incarnation}: it was restarted"
-            raise WorkerLostError(message)
+            raise WorkerLostError(
+                f"this decode worker is {self._incarnation}, not {offer.decode_incarnation}: it was restarted"
+            )
         difference = self._identity.first_difference(identity_from_pb(offer.identity))
         if difference is not None:
             raise LinkMismatchError(*difference)
-        if offer.transport != self.config.kind:
-            raise LinkMismatchError("transport", self.config.kind, offer.transport)
-        if not offer.link_id or offer.link_id in self._links:
-            raise TransferError(f"link id {offer.link_id!r} is empty or in use")
+        if offer.transport != self._factory.kind:
+            raise LinkMismatchError("transport", self._factory.kind, offer.transport)
+        if not offer.prefill_incarnation:
+            raise TransferError("the offer of a link names no prefill incarnation")
+        with self._changed:
+            if not offer.link_id or offer.link_id in self._links:
+                raise TransferError(f"link id {offer.link_id!r} is empty or in use")
 
-    def _forget(self, link: IncomingLink, error: PhasorError) -> None:
-        """A link ended (called in its thread): its tickets fail; nothing else does."""
-        self._links.pop(link.link_id, None)
-        for ticket_id in self.tickets.begun_on(link.link_id):
-            self.fail(ticket_id, error)
+    async def _named_link(self, context: Any) -> IncomingLink:
+        """Read a stream's first message, which names its link."""
+        try:
+            first = await asyncio.wait_for(context.read(), self._config.timeout_s)
+        except TimeoutError as exc:
+            raise TransferTimeoutError("no link was named on the stream") from exc
+        link_id = first.link_id if first is not grpc.aio.EOF else ""
+        with self._changed:
+            link = self._links.get(link_id)
+        if link is None or link.streaming or link.error is not None:
+            raise TransferError(f"link {link_id!r} is unknown here, has ended, or has a stream already")
+        link.streaming = True
+        return link
 
-    def _expire(self, ticket_id: TicketId, deadline_s: float) -> None:
-        self.fail(ticket_id, TransferTimeoutError(f"{ticket_id}: no complete transfer within {deadline_s:.1f} s"))
+    async def _read(self, context: Any, link: IncomingLink) -> None:
+        try:
+            while (announcement := await context.read()) is not grpc.aio.EOF:
+                link.announce(announcement)
+        except Exception as exc:  # the top of this task: however the stream broke, the link is over
+            _log.info("the stream of %s broke: %r", link.link_id, exc)
+        finally:
+            self._end(link, TransferError("the prefill worker closed the link"))
+
+    def _expect_stream(self, link: IncomingLink) -> None:
+        if not link.streaming:
+            self._end(link, TransferTimeoutError(f"{link.link_id}: no stream of announcements came"))
+
+    def _end(self, link: IncomingLink, error: PhasorError) -> None:
+        self.apply(LinkEnded(link.link_id, error))
+
+    def _arm(self, ticket_id: TicketId, deadline_s: float) -> None:
+        with self._changed:
+            is_open = self._book.is_open(ticket_id)
+        if is_open:
+            self._deadlines[ticket_id] = self._loop.call_later(
+                deadline_s, self.apply, Expired(ticket_id, deadline_s)
+            )
 
     def _disarm(self, ticket_id: TicketId) -> None:
         handle = self._deadlines.pop(ticket_id, None)
         if handle is not None:
             handle.cancel()
-
-
-async def _read(announcements: AsyncIterator[pb.Announcement], link: IncomingLink) -> None:
-    try:
-        async for announcement in announcements:
-            link.announce(announcement)
-    finally:
-        link.end(TransferError("the prefill worker closed the link"))
