@@ -1,4 +1,4 @@
-"""How every gRPC channel and server of Phasor is set up: keepalive that notices a silent peer in two seconds.
+"""How every gRPC channel and server of Phasor is set up: keepalive that notices a silent peer in 2.5 seconds.
 
 Measured (facts/ray.md section 4): with these values a call fails 1.9 s after the link went down; with gRPC's
 defaults it waits for its own deadline.
@@ -11,9 +11,16 @@ import grpc.aio
 
 MAX_MESSAGE_BYTES = 64 * 2**20
 
+PING_TIMEOUT_MS = 1500
+"""How long a ping may stay unanswered. gRPC reads two options: `keepalive_timeout_ms` bounds a connection on which
+nothing is acknowledged (a pulled cable), `http2.ping_timeout_ms` (a minute by default) one whose kernel acknowledges
+bytes that a stopped process never reads. Measured with grpcio 1.85.3 on a SIGSTOPped server: 28.9 s (the call's own
+deadline) without the second, 1.0 s with it at 1000."""
+
 CHANNEL_OPTIONS: list[tuple[str, Any]] = [
     ("grpc.keepalive_time_ms", 1000),
-    ("grpc.keepalive_timeout_ms", 1000),
+    ("grpc.keepalive_timeout_ms", PING_TIMEOUT_MS),
+    ("grpc.http2.ping_timeout_ms", PING_TIMEOUT_MS),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.initial_reconnect_backoff_ms", 100),
@@ -26,7 +33,8 @@ CHANNEL_OPTIONS: list[tuple[str, Any]] = [
 
 SERVER_OPTIONS: list[tuple[str, Any]] = [
     ("grpc.keepalive_time_ms", 1000),
-    ("grpc.keepalive_timeout_ms", 1000),
+    ("grpc.keepalive_timeout_ms", PING_TIMEOUT_MS),
+    ("grpc.http2.ping_timeout_ms", PING_TIMEOUT_MS),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 500),
