@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import grpc
 import pytest
+
 from phasor.v1 import inference_pb2 as pb
 from phasor.v1 import inference_pb2_grpc
-
 from tests.helpers.calls import generate, greedy
 from tests.helpers.cluster import Cluster, cluster
 from tests.helpers.models import TINY_FOLDER

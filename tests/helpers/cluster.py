@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO
+from typing import Any
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -27,7 +27,7 @@ class Process:
     """One started program that printed its ready line."""
 
     popen: "subprocess.Popen[str]"
-    log: IO[str]
+    log: Path
     ready: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -53,22 +53,22 @@ class Process:
             return self.popen.wait(timeout_s)
         except subprocess.TimeoutExpired:
             self.kill()
-            raise AssertionError(f"{self.popen.args} did not end on SIGTERM:\n{self.output()}") from None
+            raise AssertionError(f"{self.popen.args!r} did not end on SIGTERM:\n{self.output()}") from None
         finally:
             if self.popen.stdout is not None:
                 self.popen.stdout.close()
-            self.log.close()
 
     def output(self) -> str:
-        return Path(self.log.name).read_text(encoding="utf-8", errors="replace")[-4000:]
+        return self.log.read_text(encoding="utf-8", errors="replace")[-4000:]
 
 
 def start(module: str, *args: str) -> Process:
     """Start `python -m module args` and wait for its ready line."""
-    log = Path(tempfile.mkdtemp(prefix="phasor-test-"), f"{module}.log").open("w", encoding="utf-8")
+    log = Path(tempfile.mkdtemp(prefix="phasor-test-"), f"{module}.log")
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     command = [sys.executable, "-m", module, *args]
-    popen = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=env)
+    with log.open("w", encoding="utf-8") as stderr:
+        popen = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True, env=env)
     process = Process(popen, log)
     assert popen.stdout is not None
     deadline_s = time.monotonic() + START_S
@@ -98,7 +98,9 @@ class Cluster:
 
     def counts(self, process: Process) -> inference_pb2.WorkerCounts:
         with grpc.insecure_channel(process.address) as channel:
-            return worker_pb2_grpc.WorkerStub(channel).GetCounts(worker_pb2.GetCountsRequest(), timeout=5)
+            stub = worker_pb2_grpc.WorkerStub(channel)
+            counts: inference_pb2.WorkerCounts = stub.GetCounts(worker_pb2.GetCountsRequest(), timeout=5)
+            return counts
 
     def held(self, process: Process) -> dict[str, int]:
         """What must be 0 when idle."""
@@ -127,7 +129,7 @@ def wait_serving(address: str, timeout_s: float = 30.0) -> None:
     """Wait until the router's health check says SERVING."""
     deadline_s = time.monotonic() + timeout_s
     with grpc.insecure_channel(address) as channel:
-        stub = health_pb2_grpc.HealthStub(channel)
+        stub: Any = health_pb2_grpc.HealthStub(channel)
         while time.monotonic() < deadline_s:
             try:
                 answer = stub.Check(health_pb2.HealthCheckRequest(), timeout=2)

@@ -54,7 +54,9 @@ def assert_tokens_equal(name: str, reference: GreedyReference, token_ids: list[i
     for index, (want, got) in enumerate(zip(reference.token_ids, token_ids, strict=False)):
         if want != got:
             gap = reference.gaps[index]
-            assert gap < NEAR_TIE, f"{name}: token {index} is {got}, the reference has {want} (leads by {gap:.4f})"
+            assert gap < NEAR_TIE, (
+                f"{name}: token {index} is {got}, the reference has {want} (leads by {gap:.4f})"
+            )
             warnings.warn(NearTieWarning(f"{name}: near tie at token {index} ({gap:.2e})"), stacklevel=2)
             return
     assert len(token_ids) == len(reference.token_ids), f"{name}: {len(token_ids)} tokens"

@@ -84,7 +84,9 @@ class ModelNotFoundError(RequestError):
     grpc_code = "NOT_FOUND"
 
     def __init__(self, model: str, served: str) -> None:
-        super().__init__(f"model={model!r} is not served here; served: {served!r} (leave `model` empty to use it)")
+        super().__init__(
+            f"model={model!r} is not served here; served: {served!r} (leave `model` empty to use it)"
+        )
         self.model, self.served = model, served
 
 

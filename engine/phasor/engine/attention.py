@@ -7,7 +7,7 @@ to the model for the duration of the step, never from keyword arguments (which f
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -58,8 +58,9 @@ def phasor_attention(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attend a packed step, `[1, heads, T, dim]` each; returns `[1, T, heads, v_dim]`."""
-    context = module.phasor_binding.context  # type: ignore[union-attr, operator]
-    k_pages, v_pages = context.views[module.layer_idx]  # type: ignore[index]
+    layer = cast(Any, module)  # an attention module of transformers, with what `attach` gave it
+    context: StepContext = layer.phasor_binding.context
+    k_pages, v_pages = context.views[layer.layer_idx]
     write_kv(key[0].transpose(0, 1), value[0].transpose(0, 1), k_pages, v_pages, context.metadata)
     out = paged_attention(
         query[0].transpose(0, 1), k_pages, v_pages, context.metadata, scale=float(kwargs["scaling"])

@@ -51,7 +51,9 @@ class PagedKV:
     def place(self, blocks: Sequence[BlockId], pages: torch.Tensor) -> None:
         """Copy `[len(blocks), kv_heads, page_elements]` staged pages into the blocks."""
         assert NULL_BLOCK not in blocks, "the null block is never written"
-        self.pool[torch.tensor(blocks, dtype=torch.int64, device=self.pool.device)] = pages.to(self.pool.device)
+        self.pool[torch.tensor(blocks, dtype=torch.int64, device=self.pool.device)] = pages.to(
+            self.pool.device
+        )
 
 
 def _runs(blocks: Sequence[BlockId]) -> Iterator[tuple[int, int]]:

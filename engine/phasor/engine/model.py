@@ -105,7 +105,9 @@ def load_model(
     config = _read_config(folder)
     rope = _check_served(config)
     if not list(folder.glob("*.safetensors")):
-        raise ConfigError("model.path", str(folder), "has no *.safetensors; save the model with safe serialization")
+        raise ConfigError(
+            "model.path", str(folder), "has no *.safetensors; save the model with safe serialization"
+        )
     if device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("model.device", device, "torch sees no CUDA device here; use --device cpu")
     module = _read_weights(folder, config, dtype, device)
@@ -130,9 +132,13 @@ def default_cache_dir() -> Path:
 
 def _read_config(folder: Path) -> Any:
     if not folder.is_dir():
-        raise ConfigError("model.path", str(folder), "is not a folder; give a folder, a short name or a Hub id")
+        raise ConfigError(
+            "model.path", str(folder), "is not a folder; give a folder, a short name or a Hub id"
+        )
     if not (folder / "config.json").is_file():
-        raise ConfigError("model.path", str(folder), "has no config.json; give the folder of a Hugging Face model")
+        raise ConfigError(
+            "model.path", str(folder), "has no config.json; give the folder of a Hugging Face model"
+        )
     try:
         raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except ValueError as exc:
@@ -146,9 +152,13 @@ def _read_config(folder: Path) -> Any:
 
 def _check_served(config: Any) -> RopeSchedule:
     if getattr(config, "quantization_config", None) is not None:
-        raise UnsupportedModelError("quantization_config", "present", "quantised checkpoints are not served yet")
+        raise UnsupportedModelError(
+            "quantization_config", "present", "quantised checkpoints are not served yet"
+        )
     if getattr(config, "sliding_window", None):
-        raise UnsupportedModelError("sliding_window", config.sliding_window, "sliding windows are not served yet")
+        raise UnsupportedModelError(
+            "sliding_window", config.sliding_window, "sliding windows are not served yet"
+        )
     return RopeSchedule.from_config(config)
 
 

@@ -36,7 +36,9 @@ class RopeSchedule:
         """
         parameters = dict(getattr(config, "rope_parameters", None) or {})
         if any(isinstance(value, dict) for value in parameters.values()):
-            raise UnsupportedModelError("rope_parameters", sorted(parameters), "per-layer-type rope is not served yet")
+            raise UnsupportedModelError(
+                "rope_parameters", sorted(parameters), "per-layer-type rope is not served yet"
+            )
         scheme = parameters.get("rope_type") or parameters.get("type")
         if scheme != "default":
             hint = "only default rope is served in this version; use a checkpoint without rope scaling"
@@ -46,7 +48,9 @@ class RopeSchedule:
             hint = f"rope_type 'default' has no key {unknown[0]!r}"
             raise UnsupportedModelError(f"rope_parameters.{unknown[0]}", parameters[unknown[0]], hint)
         if "rope_theta" not in parameters:
-            raise UnsupportedModelError("rope_parameters.rope_theta", None, "is missing for rope_type 'default'")
+            raise UnsupportedModelError(
+                "rope_parameters.rope_theta", None, "is missing for rope_type 'default'"
+            )
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         positions = int(config.max_position_embeddings)
         return cls(

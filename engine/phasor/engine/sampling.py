@@ -15,7 +15,8 @@ from phasor.core.request import SamplingParams
 
 def uniform(seed: int, position: int) -> float:
     """Return a number in [0, 1) that is a pure function of seed and position (53 random bits)."""
-    digest = hashlib.blake2b(struct.pack("<QQ", seed & (2**64 - 1), position), digest_size=8, person=b"phasor-u").digest()
+    counter = struct.pack("<QQ", seed & (2**64 - 1), position)
+    digest = hashlib.blake2b(counter, digest_size=8, person=b"phasor-u").digest()
     return float(int.from_bytes(digest, "little") >> 11) * 2.0**-53
 
 
@@ -54,7 +55,9 @@ def _draw(logits: torch.Tensor, params: Sequence[SamplingParams], positions: Seq
     # A token is kept while the mass before it is short of top_p; the likeliest always is.
     probs = probs.masked_fill((before >= top_p[:, None]) & (ranks[None, :] > 0), 0.0)
     cumulative = probs.cumsum(-1)
-    u = torch.tensor([uniform(p.seed, n) for p, n in zip(params, positions, strict=True)], dtype=torch.float64)
+    u = torch.tensor(
+        [uniform(p.seed, n) for p, n in zip(params, positions, strict=True)], dtype=torch.float64
+    )
     target = u.to(device)[:, None] * cumulative[:, -1:]
     index = (cumulative <= target).sum(-1, keepdim=True).clamp(max=vocab_size - 1)
     # Rounding may land on a token that was cut: step back to the last one that was kept.

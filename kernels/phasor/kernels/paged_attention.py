@@ -39,7 +39,11 @@ class AttentionMetadata:
 
 
 def build_metadata(
-    starts: Sequence[int], counts: Sequence[int], tables: Sequence[Sequence[int]], block_tokens: int, device: str
+    starts: Sequence[int],
+    counts: Sequence[int],
+    tables: Sequence[Sequence[int]],
+    block_tokens: int,
+    device: str,
 ) -> AttentionMetadata:
     """Lay out a step of sequences with `counts` new tokens at positions `starts`."""
     blocks: list[int] = []
@@ -79,7 +83,11 @@ def build_metadata(
 
 
 def write_kv(
-    k: torch.Tensor, v: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, metadata: AttentionMetadata
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    metadata: AttentionMetadata,
 ) -> None:
     """Write `[T, G, D]` keys and `[T, G, E]` values into their slots of the pool, in place."""
     k_pages[metadata.slot_blocks, :, metadata.slot_offsets] = k
@@ -87,7 +95,12 @@ def write_kv(
 
 
 def paged_attention(
-    query: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, metadata: AttentionMetadata, *, scale: float
+    query: torch.Tensor,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    metadata: AttentionMetadata,
+    *,
+    scale: float,
 ) -> torch.Tensor:
     """Attend each query token to all positions up to its own.
 
@@ -103,7 +116,9 @@ def paged_attention(
     """
     out = query.new_empty(query.shape[0], query.shape[1], v_pages.shape[-1])
     if metadata.single_rows.numel():
-        out[metadata.single_rows] = _attend_single(query[metadata.single_rows], k_pages, v_pages, metadata, scale)
+        out[metadata.single_rows] = _attend_single(
+            query[metadata.single_rows], k_pages, v_pages, metadata, scale
+        )
     for long_query in metadata.long_queries:
         rows = slice(long_query.first, long_query.first + long_query.count)
         out[rows] = _attend_long(query[rows], k_pages, v_pages, long_query, scale)
@@ -111,7 +126,11 @@ def paged_attention(
 
 
 def _attend_single(
-    query: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, metadata: AttentionMetadata, scale: float
+    query: torch.Tensor,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    metadata: AttentionMetadata,
+    scale: float,
 ) -> torch.Tensor:
     num_rows, num_heads, k_dim = query.shape
     groups = k_pages.shape[1]

@@ -138,7 +138,8 @@ class PrefillWorker(WorkerService):
         """Wait for the last chunk and its acknowledgement; a broken transfer ends the wait at once."""
         acknowledged = asyncio.ensure_future(entry.transfer.wait_acknowledged(timeout_s))
         try:
-            await asyncio.wait({entry.pushed, acknowledged}, return_when=asyncio.FIRST_COMPLETED)
+            both: set[asyncio.Future[Any]] = {entry.pushed, acknowledged}
+            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
             if acknowledged.done():
                 await acknowledged
             stats = await entry.pushed

@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from phasor.decode_worker.reply import ReplyText, StopFilter
 from tokenizers import Tokenizer
+
+from phasor.decode_worker.reply import ReplyText, StopFilter
 
 TINY = Path(__file__).parents[2] / "data" / "tiny-code-256" / "tokenizer.json"
 

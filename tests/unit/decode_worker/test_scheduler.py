@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from phasor.core.config import SchedulerConfig
 from phasor.core.errors import CapacityError, TransferError
 from phasor.core.ids import BlockKey, RequestId
@@ -72,7 +73,9 @@ def next_token(tokens: list[int]) -> int:
     return 10 + (sum(tokens) * 31 + len(tokens)) % 89
 
 
-def arrived(name: str, tokens: list[int], *, local: bool = True, max_tokens: int = 5, **sampling: object) -> Arrived:
+def arrived(
+    name: str, tokens: list[int], *, local: bool = True, max_tokens: int = 5, **sampling: object
+) -> Arrived:
     params = SamplingParams(max_tokens=max_tokens, **sampling)  # type: ignore[arg-type]
     return Arrived(
         request_id=RequestId(name), token_ids=tuple(tokens), sampling=params, tier=1.0, local_prefill=local
@@ -139,7 +142,12 @@ def test_a_prefix_held_here_is_not_asked_for() -> None:
 
 
 def test_chunks_that_do_not_fit_end_the_request_and_free_its_blocks() -> None:
-    for bad in (chunk("a", 1, 1), chunk("a", 0, 4), chunk("a", 0, 2, token=9, num_tokens=9), chunk("a", 0, 3, 9, 8)):
+    for bad in (
+        chunk("a", 1, 1),
+        chunk("a", 0, 4),
+        chunk("a", 0, 2, token=9, num_tokens=9),
+        chunk("a", 0, 3, 9, 8),
+    ):
         rig = Rig()
         rig.tell(arrived("a", list(range(10, 19)), local=False))
         rig.step()
@@ -202,7 +210,9 @@ def test_pressure_preempts_the_youngest_and_changes_no_answer() -> None:
     assert rig.scheduler.num_preemptions > 0
     for name, prompt in prompts.items():
         assert rig.replies[name] == expected_reply(prompt, 20), name
-    preempted = {i.request_id: i.usage.num_preemptions for i in rig.seen if isinstance(i, EmitToken) and i.finish}
+    preempted = {
+        i.request_id: i.usage.num_preemptions for i in rig.seen if isinstance(i, EmitToken) and i.finish
+    }
     assert preempted["a"] == 0 and preempted["c"] > 0
     assert sum(isinstance(i, Admit) for i in rig.seen) == 3, "admission is announced once"
     assert rig.scheduler.pool.num_used == 0

@@ -3,6 +3,7 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from phasor.core.errors import CapacityError
 from phasor.core.identity import block_keys
 from phasor.core.ids import BlockKey

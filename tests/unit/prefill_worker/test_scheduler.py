@@ -2,6 +2,7 @@
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from phasor.core.config import SchedulerConfig
 from phasor.core.errors import CapacityError
 from phasor.core.ids import BlockKey, RequestId
@@ -136,7 +137,9 @@ def test_whatever_happens_everything_returns(events: list[tuple[str, int, int]])
     for number, (what, which, length) in enumerate(events):
         if what == "a":
             name = RequestId(f"r{number}")
-            if not scheduler.handle(arrived(name, [which] * (length // 2) + list(range(length // 2 + 1))), 0.0):
+            if not scheduler.handle(
+                arrived(name, [which] * (length // 2) + list(range(length // 2 + 1))), 0.0
+            ):
                 names.append(name)
         elif what == "s":
             account(step(scheduler))
