@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from transformers.utils import logging as transformers_logging
 
 from phasor.core.config import WorkerConfig
 from phasor.core.errors import ConfigError, InternalError
@@ -47,6 +48,8 @@ def load_engine(config: WorkerConfig) -> EngineHost:
         ConfigError: no such model, an unsupported one, a limit beyond the model's, or too little memory.
     """
     torch.set_num_threads(config.model.num_threads)
+    # A worker's standard error is a log, not a terminal.
+    transformers_logging.disable_progress_bar()
     folder = resolve_model(config.model.path)
     model = load_model(folder, dtype=config.model.dtype, device=config.model.device)
     layout = model.layout_for(config.kv.block_tokens)
