@@ -22,6 +22,22 @@ class LongQuery:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SingleQueries:
+    """R sequences of similar length with one query token each (decoding), computed together."""
+
+    rows: torch.Tensor
+    """`[R]` int64: their rows in the packed step."""
+    tables: torch.Tensor
+    """`[R, N]` int64: their block tables, padded with the null block (0), which holds zeros."""
+    last_blocks: torch.Tensor
+    """`[R]` int64: index into the table of the last block in use."""
+    last_valid: torch.Tensor
+    """`[R, B]` bool: which rows of that block exist."""
+    valid: torch.Tensor
+    """`[R, N*B]` bool: which gathered positions exist."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionMetadata:
     """Where each of a step's packed tokens belongs. Built once per step, used by every layer."""
 
@@ -29,12 +45,7 @@ class AttentionMetadata:
     """`[T]` int64: the block that each token's K and V are written to."""
     slot_offsets: torch.Tensor
     """`[T]` int64: the row within that block."""
-    single_rows: torch.Tensor
-    """`[R]` int64: rows of the packed step whose sequence has one query token."""
-    single_tables: torch.Tensor
-    """`[R, N]` int64: their block tables, padded with the null block."""
-    single_valid: torch.Tensor
-    """`[R, N*B]` bool: which gathered positions exist."""
+    single_queries: tuple[SingleQueries, ...]
     long_queries: tuple[LongQuery, ...]
 
 
@@ -45,40 +56,52 @@ def build_metadata(
     block_tokens: int,
     device: str,
 ) -> AttentionMetadata:
-    """Lay out a step of sequences with `counts` new tokens at positions `starts`."""
+    """Lay out a step of sequences with `counts` new tokens at positions `starts`.
+
+    Sequences are packed in the order given. Single queries are grouped by the power of two of their length, so
+    that one long sequence does not make every short one gather as much.
+    """
     blocks: list[int] = []
     offsets: list[int] = []
-    rows: list[int] = []
-    single: list[int] = []
+    groups: dict[int, list[tuple[int, int, Sequence[int]]]] = {}
     long_queries: list[LongQuery] = []
     first = 0
-    for index, (start, count) in enumerate(zip(starts, counts, strict=True)):
-        table = tables[index]
-        for position in range(start, start + count):
-            blocks.append(table[position // block_tokens])
-            offsets.append(position % block_tokens)
+    for start, count, table in zip(starts, counts, tables, strict=True):
+        seq_len = start + count
+        used = -(-seq_len // block_tokens)
+        blocks.extend(table[position // block_tokens] for position in range(start, seq_len))
+        offsets.extend(position % block_tokens for position in range(start, seq_len))
         if count == 1:
-            rows.append(first)
-            single.append(index)
+            groups.setdefault(used.bit_length(), []).append((first, seq_len, table[:used]))
         else:
-            used = -(-(start + count) // block_tokens)
             ids = torch.tensor(table[:used], dtype=torch.int64, device=device)
-            long_queries.append(LongQuery(first=first, count=count, seq_len=start + count, blocks=ids))
+            long_queries.append(LongQuery(first=first, count=count, seq_len=seq_len, blocks=ids))
         first += count
-    longest = max((-(-(starts[i] + 1) // block_tokens) for i in single), default=0)
-    padded = torch.zeros(len(single), longest, dtype=torch.int64)
-    for row, index in enumerate(single):
-        used = -(-(starts[index] + 1) // block_tokens)
-        padded[row, :used] = torch.tensor(tables[index][:used], dtype=torch.int64)
-    lens = torch.tensor([starts[i] + 1 for i in single], dtype=torch.int64)
-    valid = torch.arange(longest * block_tokens)[None, :] < lens[:, None]
     return AttentionMetadata(
         slot_blocks=torch.tensor(blocks, dtype=torch.int64, device=device),
         slot_offsets=torch.tensor(offsets, dtype=torch.int64, device=device),
-        single_rows=torch.tensor(rows, dtype=torch.int64, device=device),
-        single_tables=padded.to(device),
-        single_valid=valid.to(device),
+        single_queries=tuple(_single_queries(group, block_tokens, device) for group in groups.values()),
         long_queries=tuple(long_queries),
+    )
+
+
+def _single_queries(
+    group: Sequence[tuple[int, int, Sequence[int]]], block_tokens: int, device: str
+) -> SingleQueries:
+    """Pad the tables of `(row, seq_len, table)` triples to the longest."""
+    longest = max(len(table) for _, _, table in group)
+    tables = torch.tensor(
+        [[*table, *[0] * (longest - len(table))] for _, _, table in group], dtype=torch.int64
+    )
+    lens = torch.tensor([seq_len for _, seq_len, _ in group], dtype=torch.int64)
+    last_blocks = (lens - 1) // block_tokens
+    last_valid = torch.arange(block_tokens)[None, :] < (lens - last_blocks * block_tokens)[:, None]
+    return SingleQueries(
+        rows=torch.tensor([row for row, _, _ in group], dtype=torch.int64, device=device),
+        tables=tables.to(device),
+        last_blocks=last_blocks.to(device),
+        last_valid=last_valid.to(device),
+        valid=(torch.arange(longest * block_tokens)[None, :] < lens[:, None]).to(device),
     )
 
 
@@ -115,10 +138,8 @@ def paged_attention(
         `[T, H, E]`, contiguous. Rows past a sequence's end never reach it, whatever they hold (NaN included).
     """
     out = query.new_empty(query.shape[0], query.shape[1], v_pages.shape[-1])
-    if metadata.single_rows.numel():
-        out[metadata.single_rows] = _attend_single(
-            query[metadata.single_rows], k_pages, v_pages, metadata, scale
-        )
+    for single in metadata.single_queries:
+        out[single.rows] = _attend_single(query[single.rows], k_pages, v_pages, single, scale)
     for long_query in metadata.long_queries:
         rows = slice(long_query.first, long_query.first + long_query.count)
         out[rows] = _attend_long(query[rows], k_pages, v_pages, long_query, scale)
@@ -126,25 +147,22 @@ def paged_attention(
 
 
 def _attend_single(
-    query: torch.Tensor,
-    k_pages: torch.Tensor,
-    v_pages: torch.Tensor,
-    metadata: AttentionMetadata,
-    scale: float,
+    query: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, single: SingleQueries, scale: float
 ) -> torch.Tensor:
     num_rows, num_heads, k_dim = query.shape
-    groups = k_pages.shape[1]
-    length = metadata.single_valid.shape[1]
-    k = k_pages[metadata.single_tables].transpose(1, 2).reshape(num_rows, groups, length, k_dim)
-    v = v_pages[metadata.single_tables].transpose(1, 2).reshape(num_rows, groups, length, -1)
-    invalid = ~metadata.single_valid[:, None, :, None]
-    # 0 * NaN is NaN: rows past the end must not be multiplied at all.
-    v = v.masked_fill(invalid, 0)
-    q = query.view(num_rows, groups, num_heads // groups, k_dim)
-    scores = (q @ k.transpose(-1, -2)).float() * scale
-    scores = scores.masked_fill(~metadata.single_valid[:, None, None, :], float("-inf"))
+    num_groups = k_pages.shape[1]
+    # One gather straight into [R, G, N, B, dim]: a transpose afterwards would copy everything once more.
+    tables, heads = single.tables[:, None, :], torch.arange(num_groups, device=query.device)[None, :, None]
+    k, v = k_pages[tables, heads], v_pages[tables, heads]
+    # Rows past the end of the last block are undefined, and 0 * NaN is NaN: they must not be multiplied at all.
+    each = torch.arange(num_rows, device=query.device)
+    tail = v[each, :, single.last_blocks]
+    v[each, :, single.last_blocks] = tail.masked_fill(~single.last_valid[:, None, :, None], 0)
+    q = query.view(num_rows, num_groups, num_heads // num_groups, k_dim)
+    scores = (q @ k.flatten(2, 3).transpose(-1, -2)).float() * scale
+    scores = scores.masked_fill(~single.valid[:, None, None, :], float("-inf"))
     weights = scores.softmax(-1).to(v.dtype)
-    return (weights @ v).reshape(num_rows, num_heads, -1)
+    return (weights @ v.flatten(2, 3)).reshape(num_rows, num_heads, -1)
 
 
 def _attend_long(
