@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from phasor.core.errors import ConfigError, UnsupportedModelError
 from phasor.core.identity import NUMERICS_VERSION, Identity
 from phasor.engine.attention import ATTENTION_NAME, StepBinding, attach, register
+from phasor.engine.fused import fuse
 from phasor.engine.pages import PageLayout
 from phasor.engine.rope import PhasorRotary, RopeSchedule
 from phasor.engine.weights import weights_digest
@@ -112,6 +113,7 @@ def load_model(
         raise ConfigError("model.device", device, "torch sees no CUDA device here; use --device cpu")
     module = _read_weights(folder, config, dtype, device)
     binding = attach(module)
+    fuse(module, binding)
     _replace_rotary(module, rope)
     return LoadedModel(
         module=module,

@@ -1,0 +1,66 @@
+// The exported functions: which instruction set, and how the work is split among threads.
+
+#include <pthread.h>
+
+#include <cstdlib>
+
+#include "phasor_kernels.h"
+
+#define PHASOR_EXPORT extern "C" __attribute__((visibility("default")))
+
+#ifndef PHASOR_SOURCE_DIGEST
+#define PHASOR_SOURCE_DIGEST "unknown"
+#endif
+
+namespace {
+
+enum Isa : int32_t { PLAIN = 0, AVX2 = 1, AVX512 = 2, AVX512_BF16 = 3 };
+
+const PhasorOps &ops_of(int32_t isa) {
+#if defined(__x86_64__)
+  switch (isa) {
+    case AVX2: return phasor_ops_avx2;
+    case AVX512: return phasor_ops_avx512;
+    case AVX512_BF16: return phasor_ops_avx512_bf16;
+    default: break;
+  }
+#endif
+  (void)isa;
+  return phasor_ops_plain;
+}
+
+constexpr int MAX_THREADS = 64;
+
+}  // namespace
+
+PHASOR_EXPORT const char *phasor_source_digest() { return "phasor-source-digest:" PHASOR_SOURCE_DIGEST; }
+
+// The best instruction set that this processor and its operating system offer.
+PHASOR_EXPORT int32_t phasor_best_isa() {
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+      __builtin_cpu_supports("avx512vl"))
+    return __builtin_cpu_supports("avx512bf16") ? AVX512_BF16 : AVX512;
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return AVX2;
+#endif
+  return PLAIN;
+}
+
+PHASOR_EXPORT void phasor_attention(const PhasorAttention *a, int32_t isa) {
+  ops_of(isa).attention(a, 0, a->num_sequences * a->num_kv_heads);
+}
+
+PHASOR_EXPORT void phasor_rotary(const PhasorRotary *a, int32_t isa) { ops_of(isa).rotary(a); }
+
+// Returns 0, or 1 when there is no memory for the prepared rows.
+PHASOR_EXPORT int32_t phasor_linear(const PhasorLinear *a, int32_t isa) {
+  if (a->num_rows == 0) return 0;
+  const int64_t padded = (a->num_inputs + PHASOR_ROW_PADDING - 1) / PHASOR_ROW_PADDING * PHASOR_ROW_PADDING;
+  void *scratch = nullptr;
+  if (posix_memalign(&scratch, 64, static_cast<size_t>(a->num_rows * padded) * sizeof(float))) return 1;
+  ops_of(isa).linear_prepare(a, scratch);
+  ops_of(isa).linear(a, scratch, 0, (a->num_outputs + PHASOR_LINEAR_BLOCK - 1) / PHASOR_LINEAR_BLOCK);
+  free(scratch);
+  return 0;
+}
