@@ -74,9 +74,12 @@ $(DEPS): requirements/lock.txt requirements/triton.txt | $(VENV)/pyvenv.cfg
 	@$(PIP) --no-deps -r requirements/lock.txt
 	@touch $@
 
-# --no-build-isolation: hatchling is in the lock file, so that building asks no index.
-$(READY): $(DEPS) pyproject.toml
+# --no-build-isolation: hatchling is in the lock file, so that building asks no index. The install compiles
+# kernels/csrc if there is a C++ compiler; the script then says what is there, because pip does not.
+KERNELS := hatch_build.py scripts/build_kernels.py $(wildcard kernels/csrc/*)
+$(READY): $(DEPS) pyproject.toml $(KERNELS)
 	@$(PIP) --no-deps --no-build-isolation --editable .
+	@$(BIN)/python scripts/build_kernels.py || true
 	@$(BIN)/python -m pip --disable-pip-version-check check
 	@touch $@
 

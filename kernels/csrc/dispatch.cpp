@@ -1,6 +1,4 @@
-// The exported functions: which instruction set, and how the work is split among threads.
-
-#include <pthread.h>
+// The exported functions: which instruction set computes, and the memory that a call needs.
 
 #include <cstdlib>
 
@@ -17,7 +15,7 @@ namespace {
 enum Isa : int32_t { PLAIN = 0, AVX2 = 1, AVX512 = 2, AVX512_BF16 = 3 };
 
 const PhasorOps &ops_of(int32_t isa) {
-#if defined(__x86_64__)
+#if defined(PHASOR_X86)
   switch (isa) {
     case AVX2: return phasor_ops_avx2;
     case AVX512: return phasor_ops_avx512;
@@ -29,15 +27,15 @@ const PhasorOps &ops_of(int32_t isa) {
   return phasor_ops_plain;
 }
 
-constexpr int MAX_THREADS = 64;
-
 }  // namespace
 
 PHASOR_EXPORT const char *phasor_source_digest() { return "phasor-source-digest:" PHASOR_SOURCE_DIGEST; }
 
+PHASOR_EXPORT int32_t phasor_abi_version() { return PHASOR_ABI_VERSION; }
+
 // The best instruction set that this processor and its operating system offer.
 PHASOR_EXPORT int32_t phasor_best_isa() {
-#if defined(__x86_64__)
+#if defined(PHASOR_X86)
   __builtin_cpu_init();
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
       __builtin_cpu_supports("avx512vl"))

@@ -7,6 +7,9 @@
 
 #include <cstdint>
 
+// Counts up whenever a structure or function below changes; the caller compares it with its own.
+constexpr int32_t PHASOR_ABI_VERSION = 1;
+
 extern "C" {
 
 // Element types of activations, weights and pages.
@@ -72,6 +75,7 @@ constexpr int64_t PHASOR_LINEAR_BLOCK = 64;    // outputs per work item
 constexpr int64_t PHASOR_ROW_PADDING = 64;     // prepared rows are this many elements longer at most
 
 extern const PhasorOps phasor_ops_plain;
-#if defined(__x86_64__)
+#if defined(__x86_64__) && !defined(PHASOR_PLAIN_ONLY)
+#define PHASOR_X86 1
 extern const PhasorOps phasor_ops_avx2, phasor_ops_avx512, phasor_ops_avx512_bf16;
 #endif

@@ -18,6 +18,9 @@ LIBRARY = Path(__file__).with_name("_native.so")
 CHOICE_VARIABLE = "PHASOR_KERNELS"
 """Environment variable: "torch" for no native kernels, or the name of an `Isa` for at most that one."""
 
+ABI_VERSION = 1
+"""`PHASOR_ABI_VERSION` of csrc/phasor_kernels.h that the structures below are written for."""
+
 _I64, _PTR, _I32, _F32 = ctypes.c_int64, ctypes.c_void_p, ctypes.c_int32, ctypes.c_float
 
 _log = logging.getLogger(__name__)
