@@ -143,33 +143,43 @@ inline void accumulate_all(const Chunk<T> &chunk, const float (*weights)[CHUNK],
   if (e < v_dim) accumulate<T, NUM, 1, true>(chunk, weights, rescale, e, v_dim - e, padded, sums);
 }
 
-// What NUM heads carry from chunk to chunk.
+// What NUM heads carry from chunk to chunk, one lane each.
+constexpr int LANES = Simd::W;
+static_assert(HEADS <= LANES && CHUNK % LANES == 0, "heads share a vector, and so do a chunk's scores");
 struct Running {
-  float largest[HEADS];
-  float total[HEADS];
-  float rescale[HEADS];
+  float largest[LANES];
+  float total[LANES];
+  float rescale[LANES];
 };
 
 // Turns scores into weights relative to the largest score so far.
-inline void soften(Running &run, int num_heads, int count, float (*scores)[CHUNK]) {
-  for (int p = 0; p < num_heads; ++p) {
-    float largest = run.largest[p];
-    for (int t = 0; t < count; ++t) largest = scores[p][t] > largest ? scores[p][t] : largest;
-    for (int t = count; t < CHUNK; ++t) scores[p][t] = -INFINITY;
-    F total = Simd::zero();
-    for (int t = 0; t < count; t += Simd::W) {
-      F weights = exponential(Simd::sub(Simd::load(scores[p] + t), Simd::set1(largest)));
-      if (count - t < Simd::W) {  // the lanes past the end are small, but not zero
-        Simd::store(scores[p] + t, weights);
-        weights = Simd::load_part(scores[p] + t, count - t);
-      }
-      Simd::store(scores[p] + t, weights);
-      total = Simd::add(total, weights);
-    }
-    run.rescale[p] = run.largest[p] == -INFINITY ? 0.0f : std::exp(run.largest[p] - largest);
-    run.total[p] = run.total[p] * run.rescale[p] + Simd::sum(total);
-    run.largest[p] = largest;
+template <int NUM>
+inline void soften(Running &run, int count, float (*scores)[CHUNK]) {
+  float before[LANES] = {}, added[LANES] = {};
+  const int whole = static_cast<int>(round_up(count, Simd::W));
+  for (int p = 0; p < NUM; ++p) {
+    for (int t = count; t < whole; ++t) scores[p][t] = -INFINITY;
+    F largest = Simd::load(scores[p]);
+    for (int t = Simd::W; t < whole; t += Simd::W) largest = Simd::max(largest, Simd::load(scores[p] + t));
+    const float found = Simd::largest(largest);
+    before[p] = run.largest[p];
+    run.largest[p] = found > before[p] ? found : before[p];
   }
+  for (int p = 0; p < NUM; ++p) {
+    const F largest = Simd::set1(run.largest[p]);
+    F total = Simd::zero();
+    for (int t = 0; t < whole; t += Simd::W) {
+      const F weights = exponential(Simd::sub(Simd::load(scores[p] + t), largest));
+      Simd::store(scores[p] + t, weights);
+      // The lanes past the end are small, but not zero.
+      total = Simd::add(total, count - t < Simd::W ? Simd::load_part(scores[p] + t, count - t) : weights);
+    }
+    added[p] = Simd::sum(total);
+  }
+  // All heads at once. In the first chunk the factors are 1e-38, and multiply zeros.
+  const F rescale = exponential(Simd::sub(Simd::load(before), Simd::load(run.largest)));
+  Simd::store(run.rescale, rescale);
+  Simd::store(run.total, Simd::fma(Simd::load(run.total), rescale, Simd::load(added)));
 }
 
 template <class T, int NUM>
@@ -178,7 +188,7 @@ void attend_heads(const PhasorAttention &a, int64_t sequence, int64_t kv_head, i
   float *query = scratch, *sums = scratch + NUM * k_padded;
   const T *from = static_cast<const T *>(a.query) + a.rows[sequence] * a.query_stride + head * a.k_dim;
   std::memset(scratch, 0, static_cast<size_t>(NUM * (k_padded + v_padded)) * sizeof(float));
-  Running run;
+  Running run = {};
   for (int p = 0; p < NUM; ++p) {
     const F scale = Simd::set1(a.scale);
     const T *row = from + p * a.k_dim;
@@ -186,7 +196,7 @@ void attend_heads(const PhasorAttention &a, int64_t sequence, int64_t kv_head, i
     for_vectors(
         a.k_dim, [&](int64_t d) { Simd::store(to + d, Simd::mul(scale, Simd::load(row + d))); },
         [&](int64_t d, int64_t n) { Simd::store(to + d, Simd::mul(scale, Simd::load_part(row + d, n))); });
-    run.largest[p] = -INFINITY, run.total[p] = 0.0f;
+    run.largest[p] = -INFINITY;
   }
   Chunk<T> chunks[2];
   float scores[HEADS][CHUNK];
@@ -198,7 +208,7 @@ void attend_heads(const PhasorAttention &a, int64_t sequence, int64_t kv_head, i
     const bool more = first + CHUNK < length;
     if (more) next.fill(a, sequence, kv_head, first + CHUNK);
     score<T, NUM>(chunk, next, query, a.k_dim, a.v_dim * static_cast<int64_t>(sizeof(T)), k_padded, more, scores);
-    soften(run, NUM, chunk.count, scores);
+    soften<NUM>(run, chunk.count, scores);
     accumulate_all<T, NUM>(chunk, scores, run.rescale, a.v_dim, v_padded, sums);
   }
   T *out = static_cast<T *>(a.out) + a.rows[sequence] * a.out_stride + head * a.v_dim;

@@ -2,8 +2,10 @@
 // instruction set.
 //
 // `linear_prepare` brings the rows into one scratch (normalised, in the type that the dot product wants, padded with
-// zeros). A work item is PHASOR_LINEAR_BLOCK outputs: tiles of up to MAX_ROWS rows by 4 outputs, each pair with one
-// accumulator that runs over all inputs, so that a row's result is the same however many rows there are.
+// zeros). The weights are read as STREAMS streams that are far apart: a core's prefetcher follows each within a page
+// only, and one stream alone gets two thirds of what eight get. So output n is row n % length of stream n / length,
+// and a work item is SEGMENT rows of every stream, computed in tiles of up to MAX_ROWS rows of x by 4 streams. Each
+// result has one accumulator that runs over all inputs: it is the same bits however many rows there are.
 #pragma once
 
 #include <cmath>
@@ -69,21 +71,24 @@ void prepare_of(const PhasorLinear &a, Row *scratch) {
   }
 }
 
-// to[m][j] = rows[m] . weight[j] for ROWS rows and 4 outputs. Asks for LINES cache lines per step from `ahead` on: the
-// next four outputs' weights come in while these are used, spread over all tiles that use these.
-template <class Dot, int ROWS, int LINES>
-inline void tile(const typename Dot::Row *rows, int64_t padded, const typename Dot::Weight *weight, int64_t count,
-                 const char *ahead, float *to, int64_t to_stride) {
-  const typename Dot::Weight *w[4] = {weight, weight + count, weight + 2 * count, weight + 3 * count};
+constexpr int64_t STREAMS = 8;
+constexpr int64_t SEGMENT = PHASOR_LINEAR_BLOCK / STREAMS;
+
+inline int64_t stream_length(const PhasorLinear &a) { return (a.num_outputs + STREAMS - 1) / STREAMS; }
+
+// to[m][4 streams, SEGMENT apart] = rows[m] . weight[stream] for ROWS rows. Meanwhile asks for FETCH of the weights
+// that the next tile reads: they are spread over all tiles that use this one's.
+template <class Dot, int ROWS, int FETCH>
+inline void tile(const typename Dot::Row *rows, int64_t padded, const typename Dot::Weight *const *weight,
+                 const typename Dot::Weight *const *ahead, int64_t count, float *to) {
   F sums[ROWS][4];
   for (int m = 0; m < ROWS; ++m)
     for (int j = 0; j < 4; ++j) sums[m][j] = Simd::zero();
   int64_t i = 0;
   for (; i + Dot::STEP <= count; i += Dot::STEP) {
     typename Dot::X loaded[4];
-    for (int j = 0; j < 4; ++j) loaded[j] = Dot::load_weight(w[j] + i);
-    for (int line = 0; line < LINES; ++line) prefetch(ahead + 64 * line);
-    ahead += 64 * LINES;
+    for (int j = 0; j < 4; ++j) loaded[j] = Dot::load_weight(weight[j] + i);
+    for (int j = 0; j < FETCH; ++j) prefetch(ahead[j] + i);
     for (int m = 0; m < ROWS; ++m) {
       const typename Dot::X x = Dot::load_row(rows + m * padded + i);
       for (int j = 0; j < 4; ++j) sums[m][j] = Dot::fma(x, loaded[j], sums[m][j]);
@@ -91,41 +96,34 @@ inline void tile(const typename Dot::Row *rows, int64_t padded, const typename D
   }
   if (i < count) {
     typename Dot::X loaded[4];
-    for (int j = 0; j < 4; ++j) loaded[j] = Dot::load_weight_part(w[j] + i, count - i);
+    for (int j = 0; j < 4; ++j) loaded[j] = Dot::load_weight_part(weight[j] + i, count - i);
     for (int m = 0; m < ROWS; ++m) {
       const typename Dot::X x = Dot::load_row(rows + m * padded + i);
       for (int j = 0; j < 4; ++j) sums[m][j] = Dot::fma(x, loaded[j], sums[m][j]);
     }
   }
-  for (int m = 0; m < ROWS; ++m) Simd::sum4(sums[m][0], sums[m][1], sums[m][2], sums[m][3], to + m * to_stride);
+  for (int m = 0; m < ROWS; ++m) {
+    float out[4];
+    Simd::sum4(sums[m][0], sums[m][1], sums[m][2], sums[m][3], out);
+    for (int j = 0; j < 4; ++j) to[m * PHASOR_LINEAR_BLOCK + j * SEGMENT] = out[j];
+  }
 }
 
-// One output at a time, for what is left of an outputs count that 4 does not divide. The same order of summation.
-template <class Dot>
-inline float single(const typename Dot::Row *row, const typename Dot::Weight *weight, int64_t count) {
-  F sum = Simd::zero();
-  int64_t i = 0;
-  for (; i + Dot::STEP <= count; i += Dot::STEP)
-    sum = Dot::fma(Dot::load_row(row + i), Dot::load_weight(weight + i), sum);
-  if (i < count) sum = Dot::fma(Dot::load_row(row + i), Dot::load_weight_part(weight + i, count - i), sum);
-  float out[4];
-  Simd::sum4(sum, Simd::zero(), Simd::zero(), Simd::zero(), out);
-  return out[0];
-}
-
-// All rows against four outputs, in tiles of MAX_ROWS.
-template <class Dot, int LINES>
-inline void tiles(const PhasorLinear &a, const typename Dot::Row *rows, const typename Dot::Weight *weight, float *to) {
-  const int64_t padded = padded_inputs(a), count = a.num_inputs;
-  const char *ahead = reinterpret_cast<const char *>(weight + 4 * count);
-  // A tile's share, in steps of LINES lines.
-  const int64_t share = count / Dot::STEP * LINES * 64;
-  int64_t m = 0;
+// All rows of x against four weights, in tiles of MAX_ROWS.
+template <class Dot, int FETCH>
+inline void tiles(const PhasorLinear &a, const typename Dot::Row *rows, const typename Dot::Weight *const *weight,
+                  const typename Dot::Weight *const *ahead, float *to) {
+  const int64_t padded = padded_inputs(a);
+  int64_t m = 0, fetched = 0;
   auto rows_of = [&](auto num_rows) {
     constexpr int ROWS = decltype(num_rows)::value;
-    tile<Dot, ROWS, LINES>(rows + m * padded, padded, weight, count, ahead, to + m * PHASOR_LINEAR_BLOCK,
-                           PHASOR_LINEAR_BLOCK);
-    m += ROWS, ahead += share;
+    const typename Dot::Row *x = rows + m * padded;
+    float *out = to + m * PHASOR_LINEAR_BLOCK;
+    if (fetched + FETCH <= 4)
+      tile<Dot, ROWS, FETCH>(x, padded, weight, ahead + fetched, a.num_inputs, out);
+    else
+      tile<Dot, ROWS, 0>(x, padded, weight, ahead, a.num_inputs, out);
+    m += ROWS, fetched += FETCH;
   };
   while (a.num_rows - m >= Simd::MAX_ROWS) rows_of(std::integral_constant<int, Simd::MAX_ROWS>());
   if constexpr (Simd::MAX_ROWS > 3)
@@ -135,24 +133,32 @@ inline void tiles(const PhasorLinear &a, const typename Dot::Row *rows, const ty
   if (a.num_rows - m == 1) rows_of(std::integral_constant<int, 1>());
 }
 
-// to[m][n] for all rows and `outputs` (at most PHASOR_LINEAR_BLOCK) outputs from `weight` on.
+// to[m][stream * SEGMENT + j] for rows `first` .. `first + length - 1` of every stream.
 template <class Dot>
-void block(const PhasorLinear &a, const typename Dot::Row *rows, const typename Dot::Weight *weight, int64_t outputs,
-           float *to) {
-  const int64_t count = a.num_inputs;
-  int64_t n = 0;
-  for (; n + 4 <= outputs; n += 4) {
-    const typename Dot::Weight *w = weight + n * count;
-    if (a.num_rows <= Simd::MAX_ROWS)
-      tiles<Dot, 4>(a, rows, w, to + n);
-    else if (a.num_rows <= 2 * Simd::MAX_ROWS)
-      tiles<Dot, 2>(a, rows, w, to + n);
-    else
-      tiles<Dot, 1>(a, rows, w, to + n);
+void block(const PhasorLinear &a, const typename Dot::Row *rows, const typename Dot::Weight *weight, int64_t first,
+           int64_t length, float *to) {
+  using Weight = typename Dot::Weight;
+  // Rows past the last output are computed as copies of it, and not used.
+  auto row_of = [&](int64_t stream, int64_t j) {
+    const int64_t n = stream * stream_length(a) + first + j;
+    return weight + (n < a.num_outputs ? n : a.num_outputs - 1) * a.num_inputs;
+  };
+  const Weight *now[4], *ahead[4];
+  for (int k = 0; k < 4; ++k) ahead[k] = row_of(k, 0);
+  for (int64_t j = 0; j < length; ++j) {
+    for (int64_t half = 0; half < STREAMS; half += 4) {
+      const bool last_half = half + 4 == STREAMS;
+      for (int k = 0; k < 4; ++k) now[k] = ahead[k];
+      for (int k = 0; k < 4; ++k) ahead[k] = last_half ? row_of(k, j + 1) : row_of(half + 4 + k, j);
+      float *out = to + half * SEGMENT + j;
+      if (a.num_rows <= Simd::MAX_ROWS)
+        tiles<Dot, 4>(a, rows, now, ahead, out);
+      else if (a.num_rows <= 2 * Simd::MAX_ROWS)
+        tiles<Dot, 2>(a, rows, now, ahead, out);
+      else
+        tiles<Dot, 1>(a, rows, now, ahead, out);
+    }
   }
-  for (; n < outputs; ++n)
-    for (int64_t m = 0; m < a.num_rows; ++m)
-      to[m * PHASOR_LINEAR_BLOCK + n] = single<Dot>(rows + m * padded_inputs(a), weight + n * count, count);
 }
 
 // What happens to a block of sums on its way out.
@@ -186,15 +192,20 @@ void linear_of(const PhasorLinear &a, const typename Dot::Row *rows, int64_t fir
   float *sums = static_cast<float *>(std::malloc(2 * block_bytes));
   float *ups = sums + a.num_rows * PHASOR_LINEAR_BLOCK;
   const T *weight = static_cast<const T *>(a.weight);
+  const int64_t stream = stream_length(a);
   for (int64_t item = first; item < last; ++item) {
-    const int64_t n = item * PHASOR_LINEAR_BLOCK, left = a.num_outputs - n;
-    const int64_t outputs = left < PHASOR_LINEAR_BLOCK ? left : PHASOR_LINEAR_BLOCK;
-    block<Dot>(a, rows, weight + n * a.num_inputs, outputs, sums);
-    if (a.gated) block<Dot>(a, rows, weight + (a.num_outputs + n) * a.num_inputs, outputs, ups);
-    if (a.out_type == PHASOR_F32)
-      finish<T, float>(a, sums, ups, n, outputs);
-    else
-      finish<T, Bf16>(a, sums, ups, n, outputs);
+    const int64_t start = item * SEGMENT, length = stream - start < SEGMENT ? stream - start : SEGMENT;
+    block<Dot>(a, rows, weight, start, length, sums);
+    if (a.gated) block<Dot>(a, rows, weight + a.num_outputs * a.num_inputs, start, length, ups);
+    for (int64_t s = 0; s < STREAMS; ++s) {
+      const int64_t n = s * stream + start, left = a.num_outputs - n;
+      const int64_t outputs = left < length ? left : length;
+      if (outputs <= 0) break;
+      if (a.out_type == PHASOR_F32)
+        finish<T, float>(a, sums + s * SEGMENT, ups + s * SEGMENT, n, outputs);
+      else
+        finish<T, Bf16>(a, sums + s * SEGMENT, ups + s * SEGMENT, n, outputs);
+    }
   }
   std::free(sums);
 }

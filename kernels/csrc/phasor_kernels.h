@@ -71,7 +71,7 @@ struct PhasorOps {
   void (*rotary)(const PhasorRotary *);
 };
 
-constexpr int64_t PHASOR_LINEAR_BLOCK = 64;    // outputs per work item
+constexpr int64_t PHASOR_LINEAR_BLOCK = 128;   // outputs per work item
 constexpr int64_t PHASOR_ROW_PADDING = 64;     // prepared rows are this many elements longer at most
 
 extern const PhasorOps phasor_ops_plain;
