@@ -146,7 +146,10 @@ class DecodeScheduler:
             )
             return [Fail(event.request_id, CapacityError(message, ever=True))]
         if len(self._waiting) >= self.config.max_waiting:
-            message = f"{len(self._waiting)} requests are waiting here already; try again later"
+            message = (
+                f"this decode worker's queue is full: {len(self._waiting)} requests wait and max_waiting is "
+                f"{self.config.max_waiting}; try again later, or raise --max-waiting"
+            )
             return [Fail(event.request_id, CapacityError(message))]
         self._num_arrived += 1
         seq = Sequence(

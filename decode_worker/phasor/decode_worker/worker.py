@@ -203,7 +203,9 @@ class DecodeWorker(WorkerService):
     def _admit(self, instruction: Admit) -> Iterable[Event]:
         entry = self._requests.get(instruction.request_id)
         if entry is None:
-            return (Released(instruction.request_id),)
+            # Its call has ended and is about to submit Released. Releasing it here would pull its blocks from
+            # under the step that is already planned.
+            return ()
         admitted = worker_pb2.Admitted(cached_tokens=instruction.cached_tokens)
         if instruction.grant is not None:
             ticket_id, grant = new_ticket_id(), instruction.grant

@@ -71,7 +71,11 @@ def _config(args: argparse.Namespace) -> WorkerConfig:
     values = {
         "model": model,
         "kv": kv,
-        "scheduler": {"max_step_tokens": args.max_step_tokens, "max_running": args.max_running},
+        "scheduler": {
+            "max_step_tokens": args.max_step_tokens,
+            "max_running": args.max_running,
+            "max_waiting": args.max_waiting,
+        },
         "transport": {"kind": args.transport, "timeout_s": args.transport_timeout, "host": args.host},
         "host": args.host,
         "port": args.port,
@@ -113,6 +117,12 @@ def _parser(prog: str) -> argparse.ArgumentParser:
         type=int,
         default=defaults.scheduler.max_running,
         help="sequences in the batch at most",
+    )
+    add(
+        "--max-waiting",
+        type=int,
+        default=defaults.scheduler.max_waiting,
+        help="requests that wait for room at most; more are refused",
     )
     add(
         "--threads",

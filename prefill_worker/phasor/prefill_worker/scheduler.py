@@ -179,7 +179,10 @@ class PrefillScheduler:
                 ever=True,
             )
         if len(self._waiting) >= self.config.max_waiting:
-            return CapacityError(f"{len(self._waiting)} prompts are waiting here already; try again later")
+            return CapacityError(
+                f"this prefill worker's queue is full: {len(self._waiting)} prompts wait and max_waiting is "
+                f"{self.config.max_waiting}; try again later, or raise --max-waiting"
+            )
         return None
 
     def _start_waiting(self, now_s: float) -> list[Instruction]:

@@ -222,18 +222,30 @@ class GetServerInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetServerInfoResponse(_message.Message):
-    __slots__ = ("version", "model", "identity", "rope", "workers")
+    __slots__ = ("version", "model", "identity", "rope", "workers", "counts")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     IDENTITY_FIELD_NUMBER: _ClassVar[int]
     ROPE_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
+    COUNTS_FIELD_NUMBER: _ClassVar[int]
     version: str
     model: ModelCard
     identity: Identity
     rope: RopeSummary
     workers: _containers.RepeatedCompositeFieldContainer[WorkerSummary]
-    def __init__(self, version: _Optional[str] = ..., model: _Optional[_Union[ModelCard, _Mapping]] = ..., identity: _Optional[_Union[Identity, _Mapping]] = ..., rope: _Optional[_Union[RopeSummary, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[WorkerSummary, _Mapping]]] = ...) -> None: ...
+    counts: RouterCounts
+    def __init__(self, version: _Optional[str] = ..., model: _Optional[_Union[ModelCard, _Mapping]] = ..., identity: _Optional[_Union[Identity, _Mapping]] = ..., rope: _Optional[_Union[RopeSummary, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[WorkerSummary, _Mapping]]] = ..., counts: _Optional[_Union[RouterCounts, _Mapping]] = ...) -> None: ...
+
+class RouterCounts(_message.Message):
+    __slots__ = ("num_in_flight", "max_in_flight", "num_leases")
+    NUM_IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
+    MAX_IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
+    NUM_LEASES_FIELD_NUMBER: _ClassVar[int]
+    num_in_flight: int
+    max_in_flight: int
+    num_leases: int
+    def __init__(self, num_in_flight: _Optional[int] = ..., max_in_flight: _Optional[int] = ..., num_leases: _Optional[int] = ...) -> None: ...
 
 class Identity(_message.Message):
     __slots__ = ("weights_digest", "adapter_digest", "k_dtype", "v_dtype", "layers", "num_kv_heads", "k_dim", "v_dim", "block_tokens", "retention", "rope_fingerprint", "tier", "position_basis", "numerics_version", "tenant_salt")

@@ -102,7 +102,14 @@ class InferenceEdge(inference_pb2_grpc.InferenceServicer):
         self, request: pb.GetServerInfoRequest, context: Context
     ) -> pb.GetServerInfoResponse:
         """Return version, model, identity, rope and workers; model fields are unset without a worker."""
-        response = pb.GetServerInfoResponse(version=_version(), workers=self._registry.summaries())
+        counts = pb.RouterCounts(
+            num_in_flight=self._num_in_flight,
+            max_in_flight=self._config.max_in_flight,
+            num_leases=self._registry.num_in_flight(),
+        )
+        response = pb.GetServerInfoResponse(
+            version=_version(), workers=self._registry.summaries(), counts=counts
+        )
         reference = self._registry.reference
         if reference is not None:
             response.model.CopyFrom(self._served.card())
@@ -122,8 +129,8 @@ class InferenceEdge(inference_pb2_grpc.InferenceServicer):
             )
         if self._num_in_flight >= self._config.max_in_flight:
             raise CapacityError(
-                f"{self._num_in_flight} requests are in flight and "
-                f"max_in_flight is {self._config.max_in_flight}; try again later"
+                f"the router is full: {self._num_in_flight} requests are in flight and max_in_flight is "
+                f"{self._config.max_in_flight}; try again later, or raise --max-in-flight"
             )
         self._num_in_flight += 1
         self._ids.add(request_id)

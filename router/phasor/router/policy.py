@@ -42,6 +42,8 @@ class WorkerSnapshot:
     num_free_blocks: int = 0
     pool_tokens: int = 0
     """Tokens that the worker's whole KV pool holds."""
+    max_model_len: int = 0
+    """Tokens of the longest prompt that it reads; 0 while it has not said."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +89,7 @@ def choose(
     if prompt_tokens <= local_prefill_tokens:
         why = f"{prompt_tokens} prompt tokens <= local_prefill_tokens {local_prefill_tokens}"
         return Choice(decode=decode, prefill=None, why_local=why)
-    fitting = [w for w in prefill_workers if not w.why_not and w.pool_tokens >= prompt_tokens]
+    fitting = [worker for worker in prefill_workers if _can_read(worker, prompt_tokens)]
     if not fitting:
         why = f"no prefill worker for {prompt_tokens} tokens is usable: {_describe(prefill_workers)}"
         return Choice(decode=decode, prefill=None, why_local=why, is_fallback=True)
@@ -113,6 +115,11 @@ def _least_loaded_decode(workers: Sequence[WorkerSnapshot], total_tokens: int) -
     return min(fitting, key=_load).ref
 
 
+def _can_read(worker: WorkerSnapshot, prompt_tokens: int) -> bool:
+    longest = min(worker.pool_tokens, worker.max_model_len or worker.pool_tokens)
+    return not worker.why_not and prompt_tokens <= longest
+
+
 def _load(worker: WorkerSnapshot) -> tuple[int, int, int, int, str]:
     """Order by our own count first: it is exact and now; the worker's own counts break ties."""
     return (
@@ -125,5 +132,10 @@ def _load(worker: WorkerSnapshot) -> tuple[int, int, int, int, str]:
 
 
 def _describe(workers: Iterable[WorkerSnapshot]) -> str:
-    parts = [f"{w.ref.address} ({w.why_not or f'pool of {w.pool_tokens} tokens'})" for w in workers]
+    parts = [f"{w.ref.address} ({w.why_not or _size(w)})" for w in workers]
     return ", ".join(parts) or "none is known"
+
+
+def _size(worker: WorkerSnapshot) -> str:
+    limit = f", max_model_len {worker.max_model_len}" if worker.max_model_len else ""
+    return f"pool of {worker.pool_tokens} tokens{limit}"

@@ -368,6 +368,7 @@ class Registry:
             num_waiting=counts.num_waiting,
             num_free_blocks=counts.num_free_blocks,
             pool_tokens=block_tokens * description.num_blocks if description else 0,
+            max_model_len=description.max_model_len if description else 0,
         )
 
     def _find(self, worker: WorkerRef) -> _Record:

@@ -79,7 +79,7 @@ def test_the_request_may_ask_for_local_prefill() -> None:
     assert ports(choice) == (None, 2) and choice.why_local == "the request asks for it"
 
 
-@pytest.mark.parametrize("values", [{"why_not": "silent"}, {"pool_tokens": 99}])
+@pytest.mark.parametrize("values", [{"why_not": "silent"}, {"pool_tokens": 99}, {"max_model_len": 99}])
 def test_no_usable_prefill_worker_is_a_visible_fallback(values: dict[str, Any]) -> None:
     """Case G12: never silent."""
     choice = pick(worker("prefill", 1, **values), worker("decode", 2))
