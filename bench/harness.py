@@ -29,6 +29,14 @@ class Spread:
     p50_s: float
     p80_s: float
 
+    def per(self, num_operations: int) -> "Spread":
+        """Return the spread of one operation where each run did `num_operations`."""
+        return Spread(
+            p20_s=self.p20_s / num_operations,
+            p50_s=self.p50_s / num_operations,
+            p80_s=self.p80_s / num_operations,
+        )
+
 
 def measure(run: Callable[[], object], *, num_operations: int, budget_s: float, min_runs: int = 5) -> Spread:
     """Call `run` until the budget is spent, after one warm-up call, and at least `min_runs` times.
@@ -46,14 +54,57 @@ def measure(run: Callable[[], object], *, num_operations: int, budget_s: float, 
         start_s = time.perf_counter()
         run()
         samples.append((time.perf_counter() - start_s) / num_operations)
-    fifths = statistics.quantiles(samples, n=5)
-    return Spread(p20_s=fifths[0], p50_s=statistics.median(samples), p80_s=fifths[3])
+    return _spread(samples)
+
+
+def measure_interleaved(
+    runs: dict[str, Callable[[], object]], *, budget_s: float, min_runs: int = 5
+) -> dict[str, Spread]:
+    """Call all of `runs` in turn, one warm-up call each first: what disturbs the machine disturbs all of them.
+
+    Args:
+        runs: by name; each call is one operation.
+        budget_s: when to stop starting new rounds.
+        min_runs: fewest rounds that the percentiles are taken from.
+    """
+    samples: dict[str, list[float]] = {name: [] for name in runs}
+    for run in runs.values():
+        run()
+    end_s = time.perf_counter() + budget_s
+    num_rounds = 0
+    while num_rounds < min_runs or time.perf_counter() < end_s:
+        num_rounds += 1
+        for name, run in runs.items():
+            start_s = time.perf_counter()
+            run()
+            samples[name].append(time.perf_counter() - start_s)
+    return {name: _spread(taken) for name, taken in samples.items()}
+
+
+def constant(seconds: float) -> Spread:
+    """Return a computed time, such as a floor, as a baseline."""
+    return Spread(p20_s=seconds, p50_s=seconds, p80_s=seconds)
 
 
 def report(
-    name: str, config: dict[str, Any], spread: Spread, baseline: Spread, *, baseline_name: str
+    name: str,
+    config: dict[str, Any],
+    spread: Spread,
+    baseline: Spread,
+    *,
+    baseline_name: str,
+    goal_ratio: float | None = None,
 ) -> None:
-    """Print one row: the measurement, what it is compared with, and everything needed to repeat it."""
+    """Print one row: the measurement, what it is compared with, and everything needed to repeat it.
+
+    Args:
+        name: what was measured.
+        config: all that decides the result, beside the machine and the versions.
+        spread: the measurement.
+        baseline: what it is divided by.
+        baseline_name: what that is.
+        goal_ratio: what the ratio should be at most, where there is a goal.
+    """
     row = {
         "name": name,
         "unit": "us per operation",
@@ -61,6 +112,7 @@ def report(
         "baseline": baseline_name,
         "baseline_p50": round(baseline.p50_s * 1e6, 4),
         "ratio": round(spread.p50_s / baseline.p50_s, 3),
+        **({} if goal_ratio is None else {"goal_ratio": round(goal_ratio, 3)}),
         "config": config,
         **_setting(),
     }
@@ -76,6 +128,11 @@ def arguments(description: str) -> argparse.Namespace:
     if parsed.smoke:
         parsed.budget_s = 0.0
     return parsed
+
+
+def _spread(samples: list[float]) -> Spread:
+    fifths = statistics.quantiles(samples, n=5)
+    return Spread(p20_s=fifths[0], p50_s=statistics.median(samples), p80_s=fifths[3])
 
 
 def _setting() -> dict[str, str]:
