@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from tests.helpers.calls import Reply, generate, generate_together, greedy
 from tests.helpers.cluster import Cluster, cluster
 from tests.helpers.prompts import equality_prompts
-from tests.helpers.reference import GreedyReference, assert_tokens_equal
+from tests.helpers.reference import GreedyReference, all_threads, assert_tokens_equal
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -30,7 +30,8 @@ def prompts(smollm2_folder: Path) -> dict[str, list[int]]:
 
 @pytest.fixture(scope="module")
 def references(smollm2_folder: Path, prompts: dict[str, list[int]]) -> dict[str, GreedyReference]:
-    return GreedyReference.of_prompts(smollm2_folder, prompts, num_new=NUM_NEW)
+    with all_threads():  # nothing else runs yet
+        return GreedyReference.of_prompts(smollm2_folder, prompts, num_new=NUM_NEW)
 
 
 @pytest.fixture(scope="module")
@@ -44,10 +45,10 @@ def check_all(replies: dict[str, Reply], references: dict[str, GreedyReference])
         assert_tokens_equal(name, references[name], reply.token_ids)
 
 
-def test_cold_then_warm_through_prefill_and_decode(
+def test_cold_alone_then_warm_together_through_prefill_and_decode(
     pair: Cluster, prompts: dict[str, list[int]], references: dict[str, GreedyReference]
 ) -> None:
-    """Each prompt alone, twice; the second time what the pools kept is not computed again."""
+    """Each prompt alone, then all at once; the second time what the pools kept is not computed again."""
     cold = {name: generate(pair.address, ids, greedy(NUM_NEW)) for name, ids in prompts.items()}
     check_all(cold, references)
     for name, reply in cold.items():
@@ -55,19 +56,12 @@ def test_cold_then_warm_through_prefill_and_decode(
         assert usage.prompt_tokens == len(prompts[name]) and usage.completion_tokens == len(reply.token_ids)
         assert usage.decode_computed_tokens == 0, f"{name}: the decode worker read the prompt itself"
         assert usage.transferred_tokens > 0
-    warm = {name: generate(pair.address, ids, greedy(NUM_NEW)) for name, ids in prompts.items()}
+    together = generate_together(pair.address, list(prompts.values()), greedy(NUM_NEW))
+    warm = dict(zip(prompts, together, strict=True))
     check_all(warm, references)
     for name in ("long", "english-1000", "chunk"):
         assert warm[name].usage.cached_tokens >= len(prompts[name]) - 32, name
         assert warm[name].usage.transferred_tokens <= 32, name
-    pair.wait_baseline(*pair.prefill, *pair.decode)
-
-
-def test_batched_together_through_prefill_and_decode(
-    pair: Cluster, prompts: dict[str, list[int]], references: dict[str, GreedyReference]
-) -> None:
-    replies = generate_together(pair.address, list(prompts.values()), greedy(NUM_NEW))
-    check_all(dict(zip(prompts, replies, strict=True)), references)
     pair.wait_baseline(*pair.prefill, *pair.decode)
 
 

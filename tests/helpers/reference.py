@@ -1,6 +1,9 @@
 """What tests compare with: transformers' own greedy `generate` in float32, and what counts as a near tie."""
 
+import os
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +14,19 @@ NEAR_TIE = 1e-3
 
 class NearTieWarning(UserWarning):
     """A reply left the reference at a near tie; the test goes on and says so."""
+
+
+@contextmanager
+def all_threads() -> Iterator[None]:
+    """Let torch use every core until the block ends."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(os.cpu_count() or 1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 @dataclass(frozen=True)
