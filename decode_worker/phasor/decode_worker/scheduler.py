@@ -180,7 +180,9 @@ class DecodeScheduler:
         entry.local = True
         entry.usage.num_preemptions += 1
         self.num_preemptions += 1
-        self._waiting.appendleft(entry)
+        # In order of arrival: an older one may wait already, preempted while the rest was still receiving.
+        num_older = sum(waiting.seq.arrival < entry.seq.arrival for waiting in self._waiting)
+        self._waiting.insert(num_older, entry)
 
     def _admit_waiting(self, now_s: float) -> list[Instruction]:
         instructions: list[Instruction] = []

@@ -218,6 +218,28 @@ def test_pressure_preempts_the_youngest_and_changes_no_answer() -> None:
     assert rig.scheduler.pool.num_used == 0
 
 
+def test_who_is_preempted_later_does_not_overtake_an_older_one() -> None:
+    """`c` keeps its blocks reserved throughout, so first `a`, then `b` alone beside it runs out of blocks."""
+    rig = Rig(num_blocks=10)
+    prompts = {"a": list(range(10, 22)), "b": list(range(30, 38)), "c": list(range(50, 61))}
+    rig.tell(arrived("a", prompts["a"], max_tokens=20))
+    rig.tell(arrived("b", prompts["b"], local=False, max_tokens=20))
+    rig.tell(arrived("c", prompts["c"], local=False, max_tokens=2))
+    for _ in range(8):
+        rig.step()
+    assert rig.scheduler.num_preemptions == 1 and rig.scheduler.num_waiting == 1
+    rig.tell(chunk("b", 0, 2, next_token(prompts["b"]), 8))
+    while rig.scheduler.num_preemptions == 1:
+        rig.step()
+    assert list(rig.scheduler._running) == ["a"], "b's blocks are for a, which has waited longer"
+    rig.tell(chunk("c", 0, 3, next_token(prompts["c"]), 11))
+    for _ in range(60):
+        rig.step()
+    for name, length in (("a", 20), ("b", 20), ("c", 2)):
+        assert rig.replies[name] == expected_reply(prompts[name], length), name
+    assert rig.scheduler.pool.num_used == 0
+
+
 @settings(max_examples=150, deadline=None)
 @given(
     st.lists(st.tuples(st.sampled_from("ALssstr"), st.integers(0, 5), st.integers(1, 20)), max_size=80),
