@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.packaging.repository import PYPROJECT, module_name, our_python_files, run_python
+from tests.packaging.repository import PYPROJECT, ROOTS, module_name, our_python_files, run_python
 
 PROGRAM = """
 import importlib, sys
@@ -15,7 +15,7 @@ HEAVY = ["torch", "triton", "ray", "transformers"]
 
 def modules_of(portion: str) -> list[str]:
     """Return the modules of one portion; `__main__` and the Ray shells are programs, not libraries."""
-    names = [module_name(path) for path in our_python_files()]
+    names = [module_name(path) for path in our_python_files(*ROOTS)]
     ours = [name for name in names if name == portion or name.startswith(f"{portion}.")]
     return [name for name in ours if name.rpartition(".")[2] not in ("__main__", "actor")]
 
