@@ -41,6 +41,9 @@ X86_UNITS: dict[str, tuple[str, ...]] = {
     "ops_avx512.cpp": AVX512,
     "ops_avx512_bf16.cpp": (*AVX512, "-mavx512bf16"),
 }
+AMX_UNITS: dict[str, tuple[str, ...]] = {
+    "ops_amx.cpp": (*AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
+}
 TIMEOUT_S = 300.0
 
 
@@ -50,7 +53,7 @@ class BuildError(Exception):
 
 def source_digest() -> str:
     """Return a digest of everything that the library is made of, the flags included."""
-    digest = hashlib.sha256(repr((COMMON_FLAGS, UNITS, X86_UNITS)).encode())
+    digest = hashlib.sha256(repr((COMMON_FLAGS, UNITS, X86_UNITS, AMX_UNITS)).encode())
     for path in sorted(SOURCES.iterdir()):
         if path.suffix in (".cpp", ".h"):
             digest.update(path.name.encode() + b"\0" + path.read_bytes())
@@ -77,17 +80,26 @@ def build(library: Path = LIBRARY) -> bool:
     compiler = find_compiler()
     with tempfile.TemporaryDirectory(dir=library.parent, prefix=".build-") as folder:
         made = Path(folder) / library.name
-        if platform.machine() not in ("x86_64", "AMD64"):
-            _compile(compiler, UNITS, (), made)
-        else:
-            try:
-                _compile(compiler, {**UNITS, **X86_UNITS}, (), made)
-            except BuildError as exc:
-                # A compiler too old for an instruction set still makes the plain kernels.
-                print(f"{exc}\nbuilding without vector instructions instead", file=sys.stderr)
-                _compile(compiler, UNITS, ("-DPHASOR_PLAIN_ONLY",), made)
+        _compile_best(compiler, made)
         os.replace(made, library)
     return True
+
+
+def _compile_best(compiler: str, made: Path) -> None:
+    """Compile for as many instruction sets as the compiler knows: an old one still makes the plain kernels."""
+    attempts: list[tuple[dict[str, tuple[str, ...]], tuple[str, ...]]] = [(UNITS, ("-DPHASOR_PLAIN_ONLY",))]
+    if platform.machine() in ("x86_64", "AMD64"):
+        attempts.insert(0, ({**UNITS, **X86_UNITS}, ("-DPHASOR_NO_AMX",)))
+        if sys.platform == "linux":
+            attempts.insert(0, ({**UNITS, **X86_UNITS, **AMX_UNITS}, ()))
+    for units, defines in attempts[:-1]:
+        try:
+            _compile(compiler, units, defines, made)
+        except BuildError as exc:
+            print(f"{exc}\ntrying with fewer instruction sets", file=sys.stderr)
+        else:
+            return
+    _compile(compiler, *attempts[-1], made)
 
 
 def find_compiler() -> str:

@@ -4,6 +4,12 @@
 
 #include "phasor_kernels.h"
 
+#if defined(PHASOR_AMX)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 #define PHASOR_EXPORT extern "C" __attribute__((visibility("default")))
 
 #ifndef PHASOR_SOURCE_DIGEST
@@ -12,7 +18,7 @@
 
 namespace {
 
-enum Isa : int32_t { PLAIN = 0, AVX2 = 1, AVX512 = 2, AVX512_BF16 = 3 };
+enum Isa : int32_t { PLAIN = 0, AVX2 = 1, AVX512 = 2, AVX512_BF16 = 3, AMX = 4 };
 
 const PhasorOps &ops_of(int32_t isa) {
 #if defined(PHASOR_X86)
@@ -20,12 +26,27 @@ const PhasorOps &ops_of(int32_t isa) {
     case AVX2: return phasor_ops_avx2;
     case AVX512: return phasor_ops_avx512;
     case AVX512_BF16: return phasor_ops_avx512_bf16;
+#if defined(PHASOR_AMX)
+    case AMX: return phasor_ops_amx;
+#endif
     default: break;
   }
 #endif
   (void)isa;
   return phasor_ops_plain;
 }
+
+#if defined(PHASOR_AMX)
+// Linux saves the matrix unit's registers only for a process that has asked for it.
+bool has_amx() {
+  constexpr int ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18;
+  constexpr unsigned AMX_BF16_BIT = 1u << 22, AMX_TILE_BIT = 1u << 24;
+  unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+  if (!__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx)) return false;
+  if ((edx & (AMX_BF16_BIT | AMX_TILE_BIT)) != (AMX_BF16_BIT | AMX_TILE_BIT)) return false;
+  return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0;
+}
+#endif
 
 }  // namespace
 
@@ -38,8 +59,13 @@ PHASOR_EXPORT int32_t phasor_best_isa() {
 #if defined(PHASOR_X86)
   __builtin_cpu_init();
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-      __builtin_cpu_supports("avx512vl"))
-    return __builtin_cpu_supports("avx512bf16") ? AVX512_BF16 : AVX512;
+      __builtin_cpu_supports("avx512vl")) {
+    if (!__builtin_cpu_supports("avx512bf16")) return AVX512;
+#if defined(PHASOR_AMX)
+    if (has_amx()) return AMX;
+#endif
+    return AVX512_BF16;
+  }
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return AVX2;
 #endif
   return PLAIN;
@@ -56,7 +82,9 @@ PHASOR_EXPORT int32_t phasor_linear(const PhasorLinear *a, int32_t isa) {
   if (a->num_rows == 0) return 0;
   const int64_t padded = (a->num_inputs + PHASOR_ROW_PADDING - 1) / PHASOR_ROW_PADDING * PHASOR_ROW_PADDING;
   void *scratch = nullptr;
-  if (posix_memalign(&scratch, 64, static_cast<size_t>(a->num_rows * padded) * sizeof(float))) return 1;
+  // Rows in float32, or in bfloat16 twice, once for tiles of 16.
+  const int64_t rows = (a->num_rows + 15) / 16 * 16;
+  if (posix_memalign(&scratch, 64, static_cast<size_t>(rows * padded) * sizeof(float))) return 1;
   ops_of(isa).linear_prepare(a, scratch);
   ops_of(isa).linear(a, scratch, 0, (a->num_outputs + PHASOR_LINEAR_BLOCK - 1) / PHASOR_LINEAR_BLOCK);
   free(scratch);

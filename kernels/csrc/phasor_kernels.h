@@ -77,5 +77,9 @@ constexpr int64_t PHASOR_ROW_PADDING = 64;     // prepared rows are this many el
 extern const PhasorOps phasor_ops_plain;
 #if defined(__x86_64__) && !defined(PHASOR_PLAIN_ONLY)
 #define PHASOR_X86 1
+#if defined(__linux__) && !defined(PHASOR_NO_AMX)
+#define PHASOR_AMX 1
+extern const PhasorOps phasor_ops_amx;
+#endif
 extern const PhasorOps phasor_ops_avx2, phasor_ops_avx512, phasor_ops_avx512_bf16;
 #endif

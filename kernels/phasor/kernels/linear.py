@@ -7,12 +7,15 @@ rows read at a third of a CPU's bandwidth or less. Letters: T rows, K inputs, N 
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from phasor.kernels.native import ElementType, LinearArgs, NativeKernels, native_kernels
+from phasor.kernels.native import ElementType, Isa, LinearArgs, NativeKernels, native_kernels
 
 ELEMENT_TYPES = {torch.float32: ElementType.F32, torch.bfloat16: ElementType.BF16}
 
-MAX_NATIVE_ROWS = {torch.float32: 32, torch.bfloat16: 8}
-"""Up to here reading weights is what counts; with more rows, torch's blocked (on Intel: matrix unit) code wins."""
+MAX_NATIVE_ROWS = 32
+"""With more rows, reading weights is not what a linear costs, and torch's blocked code wins."""
+
+MAX_NATIVE_ROWS_BF16 = 8
+"""The same for bfloat16 without a matrix unit: dot products of bfloat16 are no faster than those of float32."""
 
 
 def linear(
@@ -28,7 +31,8 @@ def linear(
 ) -> torch.Tensor:
     """Return `post(pre(x) @ weight.T)`.
 
-    On the native path a row's result is the same bits however many other rows there are.
+    On the native path a row's result is the same bits however many other rows there are (in bfloat16 on a matrix
+    unit: up to the order of float32 summation, which changes once, between 4 rows and 5).
 
     Args:
         x: `[T, K]`, unit stride within a row.
@@ -44,15 +48,17 @@ def linear(
         `[T, N]`, contiguous, newly allocated.
     """
     native = native_kernels()
-    if native is None or not suits_native(x, weight):
+    if native is None or not suits_native(native, x, weight):
         return linear_torch(x, weight, bias, norm, norm_eps, residual, gated, out_dtype)
     return linear_native(native, x, weight, bias, norm, norm_eps, residual, gated, out_dtype)
 
 
-def suits_native(x: torch.Tensor, weight: torch.Tensor) -> bool:
+def suits_native(native: NativeKernels, x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Return whether the native kernel computes this, and is the faster one."""
+    slow = x.dtype == torch.bfloat16 and native.isa < Isa.AMX
     return (
-        x.shape[0] <= MAX_NATIVE_ROWS.get(x.dtype, 0)
+        x.shape[0] <= (MAX_NATIVE_ROWS_BF16 if slow else MAX_NATIVE_ROWS)
+        and x.dtype in ELEMENT_TYPES
         and weight.dtype == x.dtype
         and x.device.type == "cpu"
         and torch.get_num_threads() == 1
