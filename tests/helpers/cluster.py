@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -175,6 +175,14 @@ class Cluster:
                 return
             assert time.monotonic() < deadline_s, f"still held after {timeout_s} s: {held}"
             time.sleep(0.05)
+
+
+def until(condition: Callable[[], bool], what: str, timeout_s: float = 20.0) -> None:
+    """Wait for something that has no event of its own."""
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s, f"never came: {what}"
+        time.sleep(0.005)
 
 
 def wait_serving(address: str, timeout_s: float = 30.0) -> None:
