@@ -95,7 +95,7 @@ class NativeKernels:
 
     def __init__(self, library: ctypes.CDLL, isa: Isa) -> None:
         self.isa = isa
-        self._library = library
+        self.library = library
         for name, result in (("attention", None), ("rotary", None), ("linear", _I32)):
             function = getattr(library, f"phasor_{name}")
             function.argtypes, function.restype = (_PTR, _I32), result
@@ -104,8 +104,8 @@ class NativeKernels:
 
     def at(self, isa: Isa) -> "NativeKernels":
         """Return the same library at another instruction set that this processor has."""
-        assert isa <= best_isa(self._library), f"this processor has no {isa.name}"
-        return NativeKernels(self._library, isa)
+        assert isa <= best_isa(self.library), f"this processor has no {isa.name}"
+        return NativeKernels(self.library, isa)
 
     def attention(self, args: AttentionArgs) -> None:
         """Run `phasor_attention`."""
@@ -161,7 +161,10 @@ def load(path: Path, choice: str) -> NativeKernels | None:
         return None
     try:
         library = ctypes.CDLL(str(path))
-    except OSError as exc:
+        abi_version = library.phasor_abi_version()
+        if abi_version != ABI_VERSION:
+            raise OSError(f"{path} has version {abi_version}, not {ABI_VERSION}; install Phasor again")
+    except (OSError, AttributeError) as exc:
         _log.warning(
             "kernels: torch, because the native ones cannot be loaded (several times slower): %s", exc
         )
