@@ -10,6 +10,16 @@ import torch
 from phasor.kernels.paged_attention import build_metadata, paged_attention, write_kv
 
 NAN = float("nan")
+
+
+@pytest.fixture(params=["native", "torch"], autouse=True)
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Both paths of the dispatch; where there is no compiler they are one."""
+    if request.param == "torch":
+        monkeypatch.setattr("phasor.kernels.paged_attention.native_kernels", lambda: None)
+    return str(request.param)
+
+
 LAYOUTS = [  # groups, heads per group, k_dim, v_dim, block_tokens
     (2, 1, 8, 8, 4),
     (2, 3, 12, 20, 5),
