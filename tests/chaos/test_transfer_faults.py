@@ -100,7 +100,9 @@ def test_pages_that_come_after_an_abort_reach_nobody(running: FaultyCluster) -> 
         stream.end(20)
         assert stream.token_ids == tokens
     running.cluster.wait_baseline()
-    assert generate(running.address, prompt_of("a"), greedy(12)).token_ids == expected(running, prompt_of("a"))
+    assert generate(running.address, prompt_of("a"), greedy(12)).token_ids == expected(
+        running, prompt_of("a")
+    )
 
 
 def test_a_sender_that_stays_slow_ends_at_the_links_timeout(running: FaultyCluster) -> None:

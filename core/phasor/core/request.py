@@ -4,7 +4,12 @@ Plain data. Validation against a model's limits lives in `phasor.router.validati
 """
 
 import enum
-from dataclasses import dataclass, field
+import hashlib
+import struct
+from dataclasses import dataclass, field, replace
+
+MIN_TEMPERATURE = 1e-5
+"""Below it the likeliest token is taken: dividing float32 logits by less overflows."""
 
 
 class FinishReason(enum.StrEnum):
@@ -37,11 +42,71 @@ class SamplingParams:
     """Token ids that end the reply; counted, not shown."""
     ignore_eos: bool = False
     """Go on after the end-of-sequence token."""
+    min_p: float = 0.0
+    """Drop tokens less likely than this share of the likeliest one."""
+    presence_penalty: float = 0.0
+    """Taken off the logit of every token that the reply contains."""
+    frequency_penalty: float = 0.0
+    """Taken off as often as the reply contains the token."""
+    repetition_penalty: float = 1.0
+    """Divides positive and multiplies negative logits of tokens that prompt or reply contain."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(token id, what is added to its logit)."""
+    min_tokens: int = 0
+    """Nothing but the limits ends a reply before it has that many tokens."""
+    logprobs: int | None = None
+    """Report each token's log-probability and those of so many likeliest; None reports nothing."""
+    prompt_logprobs: int | None = None
+    """The same for the tokens of the prompt."""
+    num_choices: int = 1
+    """Replies to make from one prompt."""
 
     @property
     def greedy(self) -> bool:
         """Whether the likeliest token is always taken."""
-        return self.temperature == 0.0
+        return self.temperature < MIN_TEMPERATURE
+
+    def for_choice(self, index: int) -> "SamplingParams":
+        """Return what one of several replies is sampled with: reply 0 is the one that a single one would be."""
+        if index == 0 and self.num_choices == 1:
+            return self
+        return replace(self, seed=choice_seed(self.seed, index), num_choices=1)
+
+
+def choice_seed(seed: int, index: int) -> int:
+    """Return the seed of reply `index`: a pure function, so that any worker derives the same."""
+    if index == 0:
+        return seed
+    packed = struct.pack("<QQ", seed & (2**64 - 1), index)
+    digest = hashlib.blake2b(packed, digest_size=8, person=b"phasor-c").digest()
+    return int.from_bytes(digest, "little")
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """A token's natural log-probability under the model's own distribution (before temperature and penalties)."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+    """(token id, log-probability) of the likeliest tokens, likeliest first."""
+
+
+@dataclass(frozen=True, slots=True)
+class SampledToken:
+    """A chosen token, with its log-probabilities if they were asked for."""
+
+    token_id: int
+    logprobs: TokenLogprobs | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChoiceEnd:
+    """How one reply ended."""
+
+    index: int
+    reason: FinishReason
+    stop_string: str = ""
+    completion_tokens: int = 0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -79,11 +144,10 @@ class Timing:
 
 @dataclass(slots=True, kw_only=True)
 class FinishedReply:
-    """The end of a reply."""
+    """The end of a request's replies."""
 
-    reason: FinishReason
-    stop_string: str = ""
-    """The stop string that ended it, if one did."""
+    choices: tuple[ChoiceEnd, ...]
+    """One per reply, in order of index."""
     usage: Usage = field(default_factory=Usage)
     timing: Timing = field(default_factory=Timing)
     rope_tier: float = 1.0

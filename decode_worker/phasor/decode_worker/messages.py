@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from phasor.core.errors import PhasorError
 from phasor.core.ids import BlockId, RequestId
-from phasor.core.request import FinishReason, SamplingParams, Timing, Usage
+from phasor.core.request import FinishReason, SampledToken, SamplingParams, Timing, TokenLogprobs, Usage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,10 +33,12 @@ class ChunkArrived:
     """The staging tensor, or None when `num_blocks` is 0."""
     acknowledge: object
     """A callable that answers the sender; called once, by whoever carries out the instruction."""
-    first_token: int | None = None
-    """Set on the last chunk."""
+    first_tokens: tuple[SampledToken, ...] = ()
+    """On the last chunk: one per reply."""
     num_tokens: int = 0
     """On the last chunk: the sender's idea of the prompt's length."""
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    """On the last chunk, if asked for: of the prompt's tokens but the first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +51,11 @@ class TransferBroken:
 
 @dataclass(frozen=True, slots=True)
 class Released:
-    """The request needs nothing here any more, whatever the reason. Unknown requests are ignored."""
+    """A request, or one reply of it, needs nothing here any more, whatever the reason. Unknown ones are ignored."""
 
     request_id: RequestId
+    choice: int | None = None
+    """None: all of them."""
 
 
 Event = Arrived | ChunkArrived | TransferBroken | Released
@@ -85,6 +89,14 @@ class PlacePages:
 
 
 @dataclass(frozen=True, slots=True)
+class CopyBlock:
+    """Copy a block's bytes: a reply gets its own partial last block of the prompt before it writes to it."""
+
+    source: BlockId
+    target: BlockId
+
+
+@dataclass(frozen=True, slots=True)
 class RejectPages:
     """Answer the sender that its pages are not wanted; staging is dropped."""
 
@@ -99,15 +111,18 @@ class RevokeTicket:
     request_id: RequestId
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EmitToken:
-    """A token was made; `finish` is set on the last one. Usage and timing are as of this token."""
+    """A token was made; `finish` is set on the last one of a reply. Usage and timing are as of this token."""
 
     request_id: RequestId
-    token: int
+    choice: int
+    token: SampledToken
     finish: FinishReason | None
     usage: Usage
     timing: Timing
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    """With the request's first token, if asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,4 +133,4 @@ class Fail:
     error: PhasorError
 
 
-Instruction = Admit | PlacePages | RejectPages | RevokeTicket | EmitToken | Fail
+Instruction = Admit | PlacePages | CopyBlock | RejectPages | RevokeTicket | EmitToken | Fail

@@ -66,14 +66,17 @@ class ReplyText:
         """The stop string that ended the reply; empty while there is none."""
         return self._filter.matched
 
-    def push(self, token: int) -> str:
-        """Take in one token that is to be shown; return the text that became certain."""
+    def push(self, token: int, *, may_stop: bool = True) -> str:
+        """Take in one token that is to be shown; return the text that became certain.
+
+        Without `may_stop` (a reply shorter than min_tokens) no stop string begins or ends in this token's text.
+        """
         self._ids.append(token)
         piece = self._stream.step(self.tokenizer, token)
         if piece is None:
             return ""
         self._num_decoded += len(piece)
-        return self._filter.push(piece)
+        return self._filter.push(piece) if may_stop else piece
 
     def finish(self) -> str:
         """Return the rest: bytes that never became a character (as U+FFFD) and text held back for a stop string."""

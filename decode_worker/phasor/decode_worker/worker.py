@@ -14,13 +14,14 @@ from typing import Any, cast
 import torch
 from tokenizers import Tokenizer
 
-from phasor.core.errors import ConfigError, DeadlineExceededError, PhasorError
+from phasor.core.errors import ConfigError, DeadlineExceededError, PhasorError, TransferError
 from phasor.core.ids import RequestId, TicketId, new_ticket_id
-from phasor.core.request import FinishReason
+from phasor.core.request import ChoiceEnd, FinishReason, SamplingParams
 from phasor.decode_worker.messages import (
     Admit,
     Arrived,
     ChunkArrived,
+    CopyBlock,
     EmitToken,
     Event,
     Fail,
@@ -37,7 +38,15 @@ from phasor.engine.loop import EngineLoop
 from phasor.engine.service import WorkerService
 from phasor.transport import receiver as transport
 from phasor.v1 import inference_pb2, worker_pb2, worker_pb2_grpc
-from phasor.wire.convert import finish_reason_to_pb, sampling_from_pb, timing_to_pb, usage_to_pb
+from phasor.wire.convert import (
+    choice_end_to_pb,
+    logprobs_from_pb,
+    logprobs_to_pb,
+    sampled_from_pb,
+    sampling_from_pb,
+    timing_to_pb,
+    usage_to_pb,
+)
 from phasor.wire.status import errors_to_status
 
 _STOP_S = 5.0
@@ -49,12 +58,20 @@ StreamItem = worker_pb2.DecodeEvent | PhasorError
 
 @dataclass(slots=True)
 class _Request:
-    """One call in progress. `text` belongs to the engine thread, `items` to the event loop."""
+    """One call in progress. `replies` belong to the engine thread, `items` to the event loop."""
 
-    text: ReplyText
+    replies: list[ReplyText]
     stop_token_ids: frozenset[int]
+    min_tokens: int
     timeout_s: float
     items: "asyncio.Queue[StreamItem]" = field(default_factory=asyncio.Queue)
+    num_tokens: list[int] = field(init=False)
+    """Made so far, by reply."""
+    ends: dict[int, ChoiceEnd] = field(default_factory=dict)
+    """Replies that ended, by index."""
+
+    def __post_init__(self) -> None:
+        self.num_tokens = [0] * len(self.replies)
 
 
 class DecodeWorker(WorkerService):
@@ -88,6 +105,7 @@ class DecodeWorker(WorkerService):
         self._engine: EngineLoop[Event, Instruction] = EngineLoop(
             self._scheduler,
             self.host.runner,
+            eos_token_ids=self.host.model.eos_token_ids,
             execute=self._execute,
             fail=self._fail_step,
             on_idle=self.check_leaks,
@@ -126,12 +144,13 @@ class DecodeWorker(WorkerService):
             request_id = self.claim(request.request_id, request.incarnation)
             try:
                 tokens = self.check_tokens(request.token_ids)
-                entry = self._enter(request_id, request)
+                sampling = sampling_from_pb(request.sampling)
+                entry = self._enter(request_id, sampling, request.timeout_s)
                 self._engine.submit(
                     Arrived(
                         request_id=request_id,
                         token_ids=tokens,
-                        sampling=sampling_from_pb(request.sampling),
+                        sampling=sampling,
                         tier=request.rope_tier or 1.0,
                         local_prefill=request.local_prefill,
                     )
@@ -146,14 +165,15 @@ class DecodeWorker(WorkerService):
                 self._engine.submit(Released(request_id))
                 self.unclaim(request_id)
 
-    def _enter(self, request_id: RequestId, request: worker_pb2.DecodeRequest) -> _Request:
-        stop_token_ids = set(request.sampling.stop_token_ids)
-        if not request.sampling.ignore_eos:
+    def _enter(self, request_id: RequestId, sampling: SamplingParams, timeout_s: float) -> _Request:
+        stop_token_ids = set(sampling.stop_token_ids)
+        if not sampling.ignore_eos:
             stop_token_ids |= self.host.model.eos_token_ids
         entry = _Request(
-            text=ReplyText(self._tokenizer, tuple(request.sampling.stop)),
+            replies=[ReplyText(self._tokenizer, sampling.stop) for _ in range(sampling.num_choices)],
             stop_token_ids=frozenset(stop_token_ids),
-            timeout_s=request.timeout_s or self.config.transport.timeout_s,
+            min_tokens=sampling.min_tokens,
+            timeout_s=timeout_s or self.config.transport.timeout_s,
         )
         self._requests[request_id] = entry
         return entry
@@ -168,6 +188,14 @@ class DecodeWorker(WorkerService):
         if isinstance(event, transport.TransferFailed):
             self._engine.submit(TransferBroken(request_id, event.error))
             return
+        last = event.last or worker_pb2.LastChunk()
+        if last.first_logprobs and len(last.first_logprobs) != len(last.first_tokens):
+            message = (
+                f"{len(last.first_logprobs)} log-probabilities for {len(last.first_tokens)} first tokens"
+            )
+            event.acknowledge(message)
+            self._engine.submit(TransferBroken(request_id, TransferError(message)))
+            return
         self._engine.submit(
             ChunkArrived(
                 request_id=request_id,
@@ -175,8 +203,10 @@ class DecodeWorker(WorkerService):
                 num_blocks=0 if event.pages is None else event.pages.shape[0],
                 pages=event.pages,
                 acknowledge=event.acknowledge,
-                first_token=event.last.first_token if event.last is not None else None,
-                num_tokens=event.last.num_tokens if event.last is not None else 0,
+                first_tokens=sampled_from_pb(last.first_tokens, last.first_logprobs),
+                num_tokens=last.num_tokens,
+                # The first token of a prompt has none.
+                prompt_logprobs=tuple(map(logprobs_from_pb, last.prompt_logprobs[1:])),
             )
         )
 
@@ -186,6 +216,9 @@ class DecodeWorker(WorkerService):
             if instruction.pages is not None:
                 self.host.kv.place(instruction.blocks, cast(torch.Tensor, instruction.pages))
             cast(Callable[[str], None], instruction.acknowledge)("")
+            return ()
+        if isinstance(instruction, CopyBlock):
+            self.host.kv.copy_block(instruction.source, instruction.target)
             return ()
         if isinstance(instruction, RejectPages):
             cast(Callable[[str], None], instruction.acknowledge)(instruction.why)
@@ -236,25 +269,47 @@ class DecodeWorker(WorkerService):
         entry = self._requests.get(instruction.request_id)
         if entry is None:
             return (Released(instruction.request_id),)
-        shown = instruction.token not in entry.stop_token_ids
-        text = entry.text.push(instruction.token) if shown else ""
-        finish = FinishReason.STOP if entry.text.stop_string else instruction.finish
+        token, num_tokens = instruction.token, entry.num_tokens[instruction.choice] + 1
+        entry.num_tokens[instruction.choice] = num_tokens
+        reply = entry.replies[instruction.choice]
+        shown = token.token_id not in entry.stop_token_ids
+        text = reply.push(token.token_id, may_stop=num_tokens > entry.min_tokens) if shown else ""
+        finish = FinishReason.STOP if reply.stop_string else instruction.finish
         if finish is not None:
-            text += entry.text.finish()
-            finish = FinishReason.STOP if entry.text.stop_string else finish
-        delta = inference_pb2.Delta(text=text, token_ids=[instruction.token])
-        self._post(instruction.request_id, worker_pb2.DecodeEvent(delta=delta))
+            text += reply.finish()
+            finish = FinishReason.STOP if reply.stop_string else finish
+        event = worker_pb2.DecodeEvent(
+            delta=inference_pb2.Delta(
+                text=text,
+                token_ids=[token.token_id],
+                index=instruction.choice,
+                logprobs=[] if token.logprobs is None else [logprobs_to_pb(token.logprobs)],
+            )
+        )
+        if instruction.prompt_logprobs:
+            first = inference_pb2.TokenLogprobs()  # the first token of a prompt has none
+            event.prompt_logprobs.extend([first, *map(logprobs_to_pb, instruction.prompt_logprobs)])
+        self._post(instruction.request_id, event)
         if finish is None:
             return ()
+        entry.ends[instruction.choice] = ChoiceEnd(
+            index=instruction.choice,
+            reason=finish,
+            stop_string=reply.stop_string,
+            completion_tokens=num_tokens,
+        )
+        if len(entry.ends) == len(entry.replies):
+            self._post(instruction.request_id, self._finished(entry, instruction))
+        return (Released(instruction.request_id, instruction.choice),)
+
+    def _finished(self, entry: _Request, instruction: EmitToken) -> worker_pb2.DecodeEvent:
         instruction.usage.transferred_bytes = self._bytes_of(instruction)
         finished = worker_pb2.DecodeFinished(
-            finish_reason=finish_reason_to_pb(finish),
-            stop_string=entry.text.stop_string,
+            choices=[choice_end_to_pb(entry.ends[index]) for index in sorted(entry.ends)],
             usage=usage_to_pb(instruction.usage),
             timing=timing_to_pb(instruction.timing),
         )
-        self._post(instruction.request_id, worker_pb2.DecodeEvent(finished=finished))
-        return (Released(instruction.request_id),)
+        return worker_pb2.DecodeEvent(finished=finished)
 
     def _bytes_of(self, instruction: EmitToken) -> int:
         layout, tokens = self.host.layout, instruction.usage.transferred_tokens

@@ -55,6 +55,11 @@ class PagedKV:
             self.pool.device
         )
 
+    def copy_block(self, source: BlockId, target: BlockId) -> None:
+        """Copy one block's bytes onto another's."""
+        assert target != NULL_BLOCK, "the null block is never written"
+        self.pool[target].copy_(self.pool[source])
+
 
 def _runs(blocks: Sequence[BlockId]) -> Iterator[tuple[int, int]]:
     first = count = 0

@@ -8,14 +8,20 @@ import logging
 import queue
 import threading
 from collections.abc import Callable, Iterable
+from itertools import islice
 from typing import Generic, Protocol, TypeVar
+
+import torch
 
 from phasor.core.clock import Clock, MonotonicClock
 from phasor.core.errors import InternalError, PhasorError
 from phasor.core.ids import RequestId
+from phasor.core.request import TokenLogprobs
+from phasor.engine.logit_rules import TokenDraw
+from phasor.engine.logprobs import token_logprobs
 from phasor.engine.runner import ModelRunner, SequenceSlice
 from phasor.engine.sampling import sample
-from phasor.engine.step import SampledTokens, ScheduledChunk
+from phasor.engine.step import ChunkResult, ScheduledChunk
 
 EventT = TypeVar("EventT")
 EventT_contra = TypeVar("EventT_contra", contravariant=True)
@@ -43,7 +49,7 @@ class Scheduler(Protocol[EventT_contra, InstructionT]):
         ...
 
     def complete(
-        self, chunks: list[ScheduledChunk], sampled: SampledTokens, now_s: float
+        self, chunks: list[ScheduledChunk], results: list[ChunkResult], now_s: float
     ) -> list[InstructionT]:
         """Take in a computed step."""
         ...
@@ -55,6 +61,7 @@ class EngineLoop(Generic[EventT, InstructionT]):
     Args:
         scheduler: decides; used from the engine thread only, once started.
         runner: computes.
+        eos_token_ids: what min_tokens forbids.
         execute: carries out one instruction in the engine thread; may return follow-up events, which are handled
             before the next step. Must not block.
         fail: called in the engine thread with the requests of a step that raised; returns the events that
@@ -69,13 +76,14 @@ class EngineLoop(Generic[EventT, InstructionT]):
         scheduler: Scheduler[EventT, InstructionT],
         runner: ModelRunner,
         *,
+        eos_token_ids: frozenset[int],
         execute: Callable[[InstructionT], Iterable[EventT]],
         fail: Callable[[list[RequestId], PhasorError], Iterable[EventT]],
         on_idle: Callable[[], None],
         on_crash: Callable[[PhasorError], None],
         clock: Clock | None = None,
     ) -> None:
-        self._scheduler, self._runner = scheduler, runner
+        self._scheduler, self._runner, self._eos_token_ids = scheduler, runner, eos_token_ids
         self._execute, self._fail, self._on_idle = execute, fail, on_idle
         self._on_crash = on_crash
         self._clock = clock or MonotonicClock()
@@ -142,7 +150,7 @@ class EngineLoop(Generic[EventT, InstructionT]):
 
     def _step(self, chunks: list[ScheduledChunk]) -> None:
         try:
-            sampled = self._compute(chunks)
+            results = self._compute(chunks)
         except Exception as exc:  # The loop's top level: one bad step fails its requests, not the worker.
             _log.exception("a step failed")
             ids = [chunk.seq.request_id for chunk in chunks]
@@ -150,25 +158,55 @@ class EngineLoop(Generic[EventT, InstructionT]):
             for event in self._fail(ids, error):
                 self._carry_out(self._scheduler.handle(event, self._clock.now_s()))
             return
-        self._carry_out(self._scheduler.complete(chunks, sampled, self._clock.now_s()))
+        self._carry_out(self._scheduler.complete(chunks, results, self._clock.now_s()))
 
-    def _compute(self, chunks: list[ScheduledChunk]) -> SampledTokens:
-        slices = [
-            SequenceSlice(
-                token_ids=chunk.seq.token_ids[
-                    chunk.seq.num_computed : chunk.seq.num_computed + chunk.num_tokens
-                ],
-                start=chunk.seq.num_computed,
-                block_table=chunk.seq.blocks,
-                needs_logits=chunk.samples,
-                tier=chunk.seq.tier,
+    def _compute(self, chunks: list[ScheduledChunk]) -> list[ChunkResult]:
+        logits = self._runner.step([_slice_of(chunk) for chunk in chunks])
+        draws: list[TokenDraw] = []
+        rows: list[int] = []
+        prompts: list[tuple[TokenLogprobs, ...]] = []
+        first = 0
+        for chunk in chunks:
+            num_rows = chunk.num_tokens if chunk.scores_prompt else int(chunk.samples)
+            prompts.append(_prompt_logprobs(chunk, logits[first : first + num_rows]))
+            first += num_rows
+            if chunk.samples:
+                # A token is a function of its request's seed and its position, never of the step it was made in.
+                params = chunk.seq.sampling
+                draws.extend(
+                    TokenDraw(params.for_choice(index), chunk.seq.token_ids, chunk.seq.num_prompt)
+                    for index in range(params.num_choices)
+                )
+                rows.extend([first - 1] * params.num_choices)
+        if rows != list(range(len(logits))):
+            logits = logits[rows]
+        sampled = iter(sample(logits, draws, self._eos_token_ids) if draws else ())
+        return [
+            ChunkResult(
+                tokens=tuple(islice(sampled, chunk.seq.sampling.num_choices if chunk.samples else 0)),
+                prompt_logprobs=prompt,
             )
-            for chunk in chunks
+            for chunk, prompt in zip(chunks, prompts, strict=True)
         ]
-        logits = self._runner.step(slices)
-        sampling = [chunk.seq for chunk in chunks if chunk.samples]
-        if not sampling:
-            return {}
-        # A token is a function of its request's seed and its position, never of the step it was made in.
-        tokens = sample(logits, [seq.sampling for seq in sampling], [seq.num_tokens for seq in sampling])
-        return {seq.request_id: token for seq, token in zip(sampling, tokens, strict=True)}
+
+
+def _slice_of(chunk: ScheduledChunk) -> SequenceSlice:
+    seq = chunk.seq
+    return SequenceSlice(
+        token_ids=seq.token_ids[seq.num_computed : seq.num_computed + chunk.num_tokens],
+        start=seq.num_computed,
+        block_table=seq.blocks,
+        needs_logits=chunk.samples,
+        tier=seq.tier,
+        all_logits=chunk.scores_prompt,
+    )
+
+
+def _prompt_logprobs(chunk: ScheduledChunk, logits: torch.Tensor) -> tuple[TokenLogprobs, ...]:
+    """Score the prompt tokens that follow the chunk's positions."""
+    num_top = chunk.seq.sampling.prompt_logprobs
+    if not chunk.scores_prompt or num_top is None:
+        return ()
+    start = chunk.seq.num_computed + 1
+    targets = chunk.seq.token_ids[start : min(start + chunk.num_tokens, chunk.seq.num_prompt)]
+    return tuple(token_logprobs(logits[: len(targets)], targets, [num_top] * len(targets)))

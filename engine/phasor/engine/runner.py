@@ -21,7 +21,10 @@ class SequenceSlice:
     """Position of the first of `token_ids`; the KV of all positions before it is in the blocks."""
     block_table: Sequence[BlockId]
     needs_logits: bool
+    """Of the last token."""
     tier: float = 1.0
+    all_logits: bool = False
+    """Of every token, not only of the last."""
 
 
 class ModelRunner:
@@ -41,7 +44,8 @@ class ModelRunner:
         """Compute the slices' tokens, writing their KV into their blocks.
 
         Returns:
-            `[number of slices with needs_logits, vocab]` float32: the logits after each such slice's last token.
+            `[n, vocab]` float32, in order of the slices: the logits after the last token of each slice with
+            needs_logits, and after every token of each slice with all_logits.
         """
         device = self._model.device
         tokens = [token for s in slices for token in s.token_ids]
@@ -57,8 +61,10 @@ class ModelRunner:
         ends: list[int] = []
         end = 0
         for s in slices:
-            end += len(s.token_ids)
-            if s.needs_logits:
+            start, end = end, end + len(s.token_ids)
+            if s.all_logits:
+                ends.extend(range(start, end))
+            elif s.needs_logits:
                 ends.append(end - 1)
         with self._model.binding.during(StepContext(metadata=metadata, views=self._views)):
             logits = self._model.module(

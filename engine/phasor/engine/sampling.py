@@ -1,7 +1,9 @@
 """Choosing tokens from logits, so that a token depends on its request's seed and its position only.
 
 One uniform number per (seed, position), from a hash instead of a generator's state: the same in every process, in
-any batch, after any restart. The token is the inverse of the cumulative distribution at that number.
+any batch, after any restart. The token is the inverse of a cumulative distribution at that number.
+
+Cuts are made in transformers' order: top_k, then top_p of what is left, then min_p.
 """
 
 import hashlib
@@ -9,8 +11,16 @@ import struct
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F  # noqa: N812
 
-from phasor.core.request import SamplingParams
+from phasor.core.request import SampledToken, SamplingParams
+from phasor.engine.logit_rules import TokenDraw, apply_rules
+from phasor.engine.logprobs import token_logprobs
+
+_RUN = 256
+"""Tokens whose weights are summed at once where tokens are not sorted."""
+_NUCLEUS = 512
+"""Likeliest tokens that are sorted for top_p at first; all are where these do not reach it."""
 
 
 def uniform(seed: int, position: int) -> float:
@@ -20,47 +30,131 @@ def uniform(seed: int, position: int) -> float:
     return float(int.from_bytes(digest, "little") >> 11) * 2.0**-53
 
 
-def sample(logits: torch.Tensor, params: Sequence[SamplingParams], positions: Sequence[int]) -> list[int]:
+def sample(
+    logits: torch.Tensor, draws: Sequence[TokenDraw], eos_token_ids: frozenset[int] = frozenset()
+) -> list[SampledToken]:
     """Choose one token per row.
 
     Args:
         logits: `[n, vocab]` float32; not modified.
-        params: one per row.
-        positions: the position that each chosen token will have.
+        draws: one per row.
+        eos_token_ids: tokens that min_tokens forbids, besides a request's own stop tokens.
 
     Returns:
-        one token id per row; row i does not depend on the other rows.
+        one token per row, with log-probabilities where they are wanted; row i does not depend on the other rows.
     """
-    tokens: list[int] = logits.argmax(dim=-1).tolist()
-    rows = [i for i, p in enumerate(params) if not p.greedy]
-    if rows:
-        drawn = _draw(logits[rows], [params[i] for i in rows], [positions[i] for i in rows])
-        for row, token in zip(rows, drawn, strict=True):
+    allowed = apply_rules(logits, draws, eos_token_ids)
+    tokens = _choose(allowed, draws)
+    scored = [i for i, d in enumerate(draws) if d.params.logprobs is not None]
+    if not scored:
+        return [SampledToken(token) for token in tokens]
+    rows = logits if len(scored) == len(draws) else logits[scored]
+    num_top = [draws[i].params.logprobs or 0 for i in scored]
+    found = dict(zip(scored, token_logprobs(rows, [tokens[i] for i in scored], num_top), strict=True))
+    return [SampledToken(token, found.get(i)) for i, token in enumerate(tokens)]
+
+
+def _choose(logits: torch.Tensor, draws: Sequence[TokenDraw]) -> list[int]:
+    """Greedy rows take the likeliest token; the rest are drawn together with rows that need the same sorting."""
+    groups: dict[int, list[int]] = {}
+    for row, draw in enumerate(draws):
+        groups.setdefault(_num_sorted(draw.params, logits.shape[-1]), []).append(row)
+    tokens = [0] * len(draws)
+    for num_sorted, rows in groups.items():
+        part = logits if len(rows) == len(draws) else logits[rows]
+        if num_sorted < 0:
+            chosen = part.argmax(dim=-1).tolist()
+        else:
+            params = [draws[i].params for i in rows]
+            numbers = [uniform(draws[i].params.seed, len(draws[i].token_ids)) for i in rows]
+            chosen = _draw(part, params, numbers, num_sorted)
+        for row, token in zip(rows, chosen, strict=True):
             tokens[row] = token
     return tokens
 
 
-def _draw(logits: torch.Tensor, params: Sequence[SamplingParams], positions: Sequence[int]) -> list[int]:
-    device, vocab_size = logits.device, logits.shape[-1]
-    temperature = torch.tensor([p.temperature for p in params], dtype=torch.float32, device=device)
-    # Sorted by falling logit, ties by rising id, so that "the first k" is well defined.
-    ordered, ids = torch.sort(logits / temperature[:, None], dim=-1, descending=True, stable=True)
-    top_k = torch.tensor([p.top_k or vocab_size for p in params], device=device)
-    ranks = torch.arange(vocab_size, device=device)
-    ordered = ordered.masked_fill(ranks[None, :] >= top_k[:, None], float("-inf"))
-    # float64: the cumulative sum of 50,000 float32 probabilities is off by more than many a tail's mass.
-    probs = ordered.double().softmax(-1)
-    top_p = torch.tensor([p.top_p for p in params], dtype=torch.float64, device=device)
-    before = probs.cumsum(-1) - probs
-    # A token is kept while the mass before it is short of top_p; the likeliest always is.
-    probs = probs.masked_fill((before >= top_p[:, None]) & (ranks[None, :] > 0), 0.0)
-    cumulative = probs.cumsum(-1)
-    u = torch.tensor(
-        [uniform(p.seed, n) for p, n in zip(params, positions, strict=True)], dtype=torch.float64
-    )
-    target = u.to(device)[:, None] * cumulative[:, -1:]
-    index = (cumulative <= target).sum(-1, keepdim=True).clamp(max=vocab_size - 1)
-    # Rounding may land on a token that was cut: step back to the last one that was kept.
-    last = (probs > 0).long().cumsum(-1).argmax(-1, keepdim=True)
-    chosen: list[int] = ids.gather(-1, torch.minimum(index, last))[:, 0].tolist()
+def _num_sorted(params: SamplingParams, vocab_size: int) -> int:
+    """Return how many of the likeliest tokens must be sorted for a row: -1 none (greedy), 0 none (no cut by rank)."""
+    if params.greedy:
+        return -1
+    if params.top_k:
+        # Powers of two, so that rows share a group, and a row's result does not depend on its company.
+        return int(min(vocab_size, max(64, 1 << (params.top_k - 1).bit_length())))
+    return min(vocab_size, _NUCLEUS) if params.top_p < 1.0 else 0
+
+
+def _draw(
+    logits: torch.Tensor, params: Sequence[SamplingParams], numbers: Sequence[float], num_sorted: int
+) -> list[int]:
+    temperature = torch.tensor([p.temperature for p in params], dtype=torch.float32, device=logits.device)
+    scaled = (logits - logits.amax(-1, keepdim=True)) / temperature[:, None]
+    u = torch.tensor(numbers, dtype=torch.float64, device=logits.device)
+    min_p = torch.tensor([p.min_p for p in params], dtype=torch.float64, device=logits.device)
+    if num_sorted == 0:
+        return _draw_by_id(scaled, min_p, u)
+    top_k = torch.tensor([p.top_k for p in params], dtype=torch.int64, device=logits.device)
+    top_p = torch.tensor([p.top_p for p in params], dtype=torch.float64, device=logits.device)
+    tokens, short = _draw_by_rank(scaled, top_k, top_p, min_p, u, num_sorted)
+    if short:
+        again, _ = _draw_by_rank(
+            scaled[short], top_k[short], top_p[short], min_p[short], u[short], scaled.shape[-1]
+        )
+        for row, token in zip(short, again, strict=True):
+            tokens[row] = token
+    return tokens
+
+
+def _draw_by_id(scaled: torch.Tensor, min_p: torch.Tensor, u: torch.Tensor) -> list[int]:
+    """Draw from all tokens, in order of id: sums of runs first, then inside one run."""
+    num_rows = scaled.shape[0]
+    weights = scaled.exp()
+    weights = weights.masked_fill(weights < min_p[:, None], 0.0)
+    runs = F.pad(weights, (0, -weights.shape[-1] % _RUN)).view(num_rows, -1, _RUN)
+    # float64: a running sum of 50,000 float32 weights is off by more than many a tail's mass.
+    sums = runs.sum(-1, dtype=torch.float64)
+    ends = sums.cumsum(-1)
+    target = u[:, None] * ends[:, -1:]
+    # Rounding may reach the very end: step back to the last run, and in it the last token, that has any weight.
+    run = torch.minimum((ends <= target).sum(-1), _last_positive(sums))
+    each = torch.arange(num_rows, device=scaled.device)
+    inside = runs[each, run].double()
+    before = (ends - sums)[each, run]
+    index = ((inside.cumsum(-1) + before[:, None]) <= target).sum(-1)
+    index = torch.minimum(index, _last_positive(inside))
+    chosen: list[int] = (run * _RUN + index).tolist()
     return chosen
+
+
+def _draw_by_rank(
+    scaled: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
+    u: torch.Tensor,
+    num_sorted: int,
+) -> tuple[list[int], list[int]]:
+    """Draw from the likeliest tokens; also return the rows whose top_p needs more than `num_sorted` of them."""
+    values, ids = scaled.topk(num_sorted, dim=-1)
+    # Falling logit, ties by rising id, so that "the first k" is well defined.
+    ids, order = ids.sort(dim=-1)
+    values, order = values.gather(-1, order).sort(dim=-1, descending=True, stable=True)
+    ids = ids.gather(-1, order)
+    ranks = torch.arange(num_sorted, device=scaled.device)[None, :]
+    weights = values.double().exp()
+    weights = weights.masked_fill((top_k[:, None] > 0) & (ranks >= top_k[:, None]), 0.0)
+    cumulative = weights.cumsum(-1)
+    total = torch.where(top_k > 0, cumulative[:, -1], scaled.exp().sum(-1, dtype=torch.float64))
+    reached = top_p * total
+    short = (top_k == 0) & (cumulative[:, -1] < reached) & (num_sorted < scaled.shape[-1])
+    # A token is kept while the mass before it is short of top_p; the likeliest always is.
+    cut = ((cumulative - weights) >= reached[:, None]) & (ranks > 0)
+    weights = weights.masked_fill(cut | (weights < min_p[:, None]), 0.0)
+    cumulative = weights.cumsum(-1)
+    index = (cumulative <= u[:, None] * cumulative[:, -1:]).sum(-1)
+    index = torch.minimum(index, _last_positive(weights))
+    return ids.gather(-1, index[:, None])[:, 0].tolist(), short.nonzero()[:, 0].tolist()
+
+
+def _last_positive(weights: torch.Tensor) -> torch.Tensor:
+    """Return the index of the last positive weight of each row."""
+    return (weights > 0).long().cumsum(-1).argmax(-1)

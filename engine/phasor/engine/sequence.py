@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from phasor.core.identity import block_key
 from phasor.core.ids import BlockId, BlockKey, RequestId
-from phasor.core.request import SamplingParams
+from phasor.core.request import SamplingParams, TokenLogprobs
 from phasor.engine.blocks import BlockPool
 
 
@@ -31,6 +31,10 @@ class Sequence:
     arrival: int
     """Counts up per worker: smaller means longer here."""
     namespace: BlockKey
+    choice: int = 0
+    """Which of the request's replies this is."""
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """Of prompt tokens 1 and on (the first has none), if they were asked for; complete once the prompt is read."""
     blocks: list[BlockId] = field(default_factory=list)
     keys: list[BlockKey] = field(default_factory=list)
     num_computed: int = 0
@@ -53,6 +57,11 @@ class Sequence:
         """Positions whose KV is not computed yet; 1 while decoding."""
         return len(self.token_ids) - self.num_computed
 
+    @property
+    def lacks_prompt_logprobs(self) -> bool:
+        """Whether log-probabilities of prompt tokens are wanted that are not there yet."""
+        return self.sampling.prompt_logprobs is not None and len(self.prompt_logprobs) < self.num_prompt - 1
+
     def extend_keys(self, block_tokens: int) -> None:
         """Compute the keys of whole blocks that have none yet."""
         while (len(self.keys) + 1) * block_tokens <= len(self.token_ids):
@@ -68,11 +77,12 @@ class Sequence:
 def attach_prefix(seq: Sequence, pool: BlockPool) -> None:
     """Share the longest prefix of `seq` that the pool knows; at least the last token stays to be computed.
 
-    The last token must be computed again even on a full hit, because its logits are needed (and are not kept).
+    The last token must be computed again even on a full hit, because its logits are needed (and are not kept); so
+    must the whole prompt when log-probabilities of its tokens are wanted.
     """
     assert not seq.blocks and seq.num_computed == 0
     seq.extend_keys(pool.block_tokens)
-    usable = (seq.num_tokens - 1) // pool.block_tokens
+    usable = 0 if seq.lacks_prompt_logprobs else (seq.num_tokens - 1) // pool.block_tokens
     found = pool.match(seq.keys[:usable], seq.token_ids)
     pool.share(found)
     seq.blocks = found
@@ -90,10 +100,50 @@ def register_computed(seq: Sequence, pool: BlockPool) -> None:
     seq.num_registered = max(seq.num_registered, num_whole)
 
 
+def fork_sequence(
+    seq: Sequence, choice: int, first_token: int, own_block: BlockId | None, pool: BlockPool
+) -> Sequence:
+    """Make another reply's sequence out of one that has just read its prompt.
+
+    Args:
+        seq: holds the prompt's blocks, all computed.
+        choice: which reply the new sequence is.
+        first_token: the new reply's first token.
+        own_block: taken for the copy of the prompt's partial last block, which the new sequence owns from now on; None
+            if the prompt ends at a block's edge. The caller copies the bytes.
+        pool: where both hold blocks.
+
+    Returns:
+        a sequence that shares the prompt's whole blocks (one reference each is taken).
+    """
+    assert seq.num_computed == seq.num_prompt, "a fork before the prompt was read"
+    num_whole = seq.num_prompt // pool.block_tokens
+    assert (own_block is None) == (seq.num_prompt % pool.block_tokens == 0)
+    shared = seq.blocks[:num_whole]
+    pool.share(shared)
+    return Sequence(
+        request_id=seq.request_id,
+        token_ids=[*seq.token_ids[: seq.num_prompt], first_token],
+        num_prompt=seq.num_prompt,
+        sampling=seq.sampling.for_choice(choice),
+        tier=seq.tier,
+        arrival=seq.arrival,
+        namespace=seq.namespace,
+        choice=choice,
+        prompt_logprobs=seq.prompt_logprobs,
+        blocks=[*shared, *([] if own_block is None else [own_block])],
+        keys=seq.keys[:num_whole],
+        num_computed=seq.num_prompt,
+        num_registered=num_whole,
+    )
+
+
 def release_blocks(seq: Sequence, pool: BlockPool) -> None:
     """Give back every block; idempotent. The one place where a sequence's blocks are freed."""
     blocks, seq.blocks = seq.blocks, []
     seq.num_computed = seq.num_cached = seq.num_registered = 0
+    if seq.lacks_prompt_logprobs:
+        seq.prompt_logprobs.clear()  # read again from the start
     pool.free_blocks(blocks)
 
 

@@ -1,23 +1,28 @@
 """What a scheduler plans and what a step brings back. Pure: the loop turns plans into tensors."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from phasor.core.ids import RequestId
-from phasor.engine.sequence import Sequence
+from phasor.core.request import SampledToken, TokenLogprobs
+from phasor.engine.sequence import Sequence as TokenSequence
 
 
 @dataclass(frozen=True, slots=True)
 class ScheduledChunk:
     """The next `num_tokens` uncomputed positions of one sequence."""
 
-    seq: Sequence
+    seq: TokenSequence
     num_tokens: int
 
     @property
     def samples(self) -> bool:
         """Whether the chunk reaches the sequence's end, so that a token is sampled."""
         return self.num_tokens == self.seq.num_left
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether the log-probabilities of prompt tokens are wanted from this chunk."""
+        return self.seq.lacks_prompt_logprobs
 
 
 @dataclass(slots=True)
@@ -31,7 +36,7 @@ class StepBudget:
     left: int
     chunks: list[ScheduledChunk] = field(default_factory=list)
 
-    def add(self, seq: Sequence) -> bool:
+    def add(self, seq: TokenSequence) -> bool:
         """Schedule as much of `seq` as fits; False when the budget is spent."""
         if self.left == 0:
             return False
@@ -42,21 +47,28 @@ class StepBudget:
         return True
 
 
-SampledTokens = dict[RequestId, int]
-"""The token sampled for each chunk of a step that reached its sequence's end."""
+@dataclass(frozen=True, slots=True)
+class ChunkResult:
+    """What computing one chunk brought."""
+
+    tokens: tuple[SampledToken, ...] = ()
+    """The sampled token, one per reply that the sequence stands for; empty if its end was not reached."""
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    """Of the prompt tokens behind the chunk's positions, if they were wanted."""
 
 
 def advance(
-    chunks: list[ScheduledChunk], sampled: SampledTokens
-) -> Iterator[tuple[ScheduledChunk, int | None]]:
-    """Move each sequence past its computed chunk and append its sampled token.
+    chunks: Sequence[ScheduledChunk], results: Sequence[ChunkResult]
+) -> Iterator[tuple[ScheduledChunk, ChunkResult]]:
+    """Move each sequence past its computed chunk and append its (first) sampled token.
 
     Yields:
-        each chunk with the token that was sampled for it, or None.
+        each chunk with its result.
     """
-    for chunk in chunks:
-        token = sampled[chunk.seq.request_id] if chunk.samples else None
+    for chunk, result in zip(chunks, results, strict=True):
+        assert bool(result.tokens) == chunk.samples, "a token where none was due, or none where one was"
         chunk.seq.num_computed += chunk.num_tokens
-        if token is not None:
-            chunk.seq.token_ids.append(token)
-        yield chunk, token
+        chunk.seq.prompt_logprobs.extend(result.prompt_logprobs)
+        if result.tokens:
+            chunk.seq.token_ids.append(result.tokens[0].token_id)
+        yield chunk, result

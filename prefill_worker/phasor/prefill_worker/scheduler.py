@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from phasor.core.config import SchedulerConfig
 from phasor.core.errors import CapacityError, PhasorError
 from phasor.core.ids import BlockId, BlockKey, RequestId
-from phasor.core.request import SamplingParams
+from phasor.core.request import SampledToken, SamplingParams, TokenLogprobs
 from phasor.engine.blocks import BlockPool
 from phasor.engine.sequence import (
     Sequence,
@@ -24,7 +24,7 @@ from phasor.engine.sequence import (
     register_computed,
     release_blocks,
 )
-from phasor.engine.step import SampledTokens, ScheduledChunk, StepBudget, advance
+from phasor.engine.step import ChunkResult, ScheduledChunk, StepBudget, advance
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,8 +66,10 @@ class PushPages:
     request_id: RequestId
     first_block: int
     blocks: list[BlockId]
-    first_token: int | None = None
-    """Set on the last chunk."""
+    first_tokens: tuple[SampledToken, ...] = ()
+    """On the last chunk: one per reply."""
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    """On the last chunk, if asked for: of the prompt's tokens but the first."""
     stats: PrefillStats | None = None
     """Set on the last chunk."""
 
@@ -153,21 +155,21 @@ class PrefillScheduler:
         return budget.chunks, instructions
 
     def complete(
-        self, chunks: list[ScheduledChunk], sampled: SampledTokens, now_s: float
+        self, chunks: list[ScheduledChunk], results: list[ChunkResult], now_s: float
     ) -> list[Instruction]:
         """Take in a computed step: whole blocks become findable and are pushed."""
         instructions: list[Instruction] = []
         by_id = {reading.seq.request_id: reading for reading in self._reading}
-        for chunk, token in advance(chunks, sampled):
+        for chunk, result in advance(chunks, results):
             reading = by_id[chunk.seq.request_id]
             self.prompt_tokens_computed += chunk.num_tokens
             register_computed(reading.seq, self.pool)
-            if token is None:
+            if not result.tokens:
                 instructions.extend(self._push(reading))
                 continue
             self._reading.remove(reading)
             self._handed_over[reading.seq.request_id] = reading
-            instructions.extend(self._push(reading, token, now_s))
+            instructions.extend(self._push(reading, result.tokens, now_s))
         return instructions
 
     def _refusal(self, event: Arrived) -> PhasorError | None:
@@ -201,19 +203,22 @@ class PrefillScheduler:
             instructions.extend(self._push(reading))
         return instructions
 
-    def _push(self, reading: _Reading, token: int | None = None, now_s: float = 0.0) -> list[Instruction]:
-        """Push blocks that became whole; with the first token, the partial last block too."""
+    def _push(
+        self, reading: _Reading, tokens: tuple[SampledToken, ...] = (), now_s: float = 0.0
+    ) -> list[Instruction]:
+        """Push blocks that became whole; with the first tokens, the partial last block too."""
         seq = reading.seq
-        end = len(seq.blocks) if token is not None else seq.num_computed // self.pool.block_tokens
+        end = len(seq.blocks) if tokens else seq.num_computed // self.pool.block_tokens
         count = max(0, end - reading.next_push)
-        if count == 0 and token is None:
+        if count == 0 and not tokens:
             return []
         push = PushPages(
             request_id=seq.request_id,
             first_block=reading.next_push,
             blocks=blocks_spanned(seq.blocks, reading.next_push, count),
-            first_token=token,
-            stats=None if token is None else self._stats(reading, now_s),
+            first_tokens=tokens,
+            prompt_logprobs=tuple(seq.prompt_logprobs) if tokens else (),
+            stats=self._stats(reading, now_s) if tokens else None,
         )
         reading.next_push += count
         return [push]

@@ -21,12 +21,13 @@ from phasor.prefill_worker.scheduler import (
     Instruction,
     PrefillScheduler,
     PrefillStats,
+    PushPages,
     Refuse,
     Released,
 )
 from phasor.transport.sender import OutgoingTransfer, PageChunk, PageSender
 from phasor.v1 import inference_pb2, worker_pb2
-from phasor.wire.convert import sampling_from_pb
+from phasor.wire.convert import logprobs_to_pb, sampling_from_pb
 from phasor.wire.status import errors_to_status
 
 _STOP_S = 5.0
@@ -62,6 +63,7 @@ class PrefillWorker(WorkerService):
         self._engine: EngineLoop[Event, Instruction] = EngineLoop(
             self._scheduler,
             self.host.runner,
+            eos_token_ids=self.host.model.eos_token_ids,
             execute=self._execute,
             fail=self._fail_step,
             on_idle=self._on_idle,
@@ -173,14 +175,7 @@ class PrefillWorker(WorkerService):
         if isinstance(instruction, Refuse):
             self._settle(entry, instruction.error)
             return ()
-        last = None
-        if instruction.first_token is not None:
-            num_tokens = (
-                instruction.stats.cached_tokens + instruction.stats.computed_tokens
-                if instruction.stats
-                else 0
-            )
-            last = worker_pb2.LastChunk(first_token=instruction.first_token, num_tokens=num_tokens)
+        last = _last_chunk(instruction)
         pages = self.host.kv.block_slices(instruction.blocks)
         entry.transfer.push(PageChunk(first_block=instruction.first_block, pages=pages, last=last))
         if instruction.stats is not None:
@@ -214,3 +209,19 @@ class PrefillWorker(WorkerService):
     def _on_idle(self) -> None:
         if self._scheduler.num_running == 0:
             self.check_leaks()
+
+
+def _last_chunk(push: PushPages) -> worker_pb2.LastChunk | None:
+    """Return what the last push tells besides its pages; None for the pushes before it."""
+    if push.stats is None:
+        return None
+    prompt = [
+        inference_pb2.TokenLogprobs(),
+        *map(logprobs_to_pb, push.prompt_logprobs),
+    ]  # the first token has none
+    return worker_pb2.LastChunk(
+        first_tokens=[token.token_id for token in push.first_tokens],
+        num_tokens=push.stats.cached_tokens + push.stats.computed_tokens,
+        first_logprobs=[logprobs_to_pb(t.logprobs) for t in push.first_tokens if t.logprobs is not None],
+        prompt_logprobs=prompt if push.prompt_logprobs else [],
+    )

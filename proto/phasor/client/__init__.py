@@ -11,6 +11,7 @@ from phasor.client.aio import AsyncClient, AsyncReply
 from phasor.client.blocking import Client, Reply
 from phasor.client.messages import SamplingOptions
 from phasor.client.types import (
+    Choice,
     Completion,
     Counts,
     Delta,
@@ -18,6 +19,7 @@ from phasor.client.types import (
     Finished,
     Message,
     ModelCard,
+    Prompt,
     Rope,
     ServerInfo,
     Worker,
@@ -26,6 +28,7 @@ from phasor.client.types import (
 __all__ = [
     "AsyncClient",
     "AsyncReply",
+    "Choice",
     "Client",
     "Completion",
     "Counts",
@@ -34,6 +37,7 @@ __all__ = [
     "Finished",
     "Message",
     "ModelCard",
+    "Prompt",
     "Reply",
     "Rope",
     "SamplingOptions",

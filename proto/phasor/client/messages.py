@@ -12,6 +12,7 @@ from typing import Any, TypedDict, TypeVar, Unpack
 import grpc
 
 from phasor.client.types import (
+    Choice,
     Completion,
     Counts,
     Delta,
@@ -19,14 +20,23 @@ from phasor.client.types import (
     Finished,
     Message,
     ModelCard,
+    Prompt,
     Role,
     Rope,
     ServerInfo,
     Worker,
 )
 from phasor.core.errors import InternalError, InvalidRequestError, PhasorError, WorkerLostError
+from phasor.core.request import ChoiceEnd
 from phasor.v1 import inference_pb2 as pb
-from phasor.wire.convert import finish_reason_from_pb, identity_from_pb, timing_from_pb, usage_from_pb
+from phasor.wire.convert import (
+    choice_end_from_pb,
+    finish_reason_from_pb,
+    identity_from_pb,
+    logprobs_from_pb,
+    timing_from_pb,
+    usage_from_pb,
+)
 from phasor.wire.status import ERROR_METADATA_KEY, error_from_status
 
 DEFAULT_TIMEOUT_S = 300.0
@@ -57,6 +67,28 @@ class SamplingOptions(TypedDict, total=False):
     stop_token_ids: Sequence[int] | None
     ignore_eos: bool | None
     """Go on after the end-of-sequence token."""
+    min_p: float | None
+    """Drop tokens less likely than this share of the likeliest one. Default 0."""
+    presence_penalty: float | None
+    """Taken off the logit of every token that the reply contains; -2 to 2. Default 0."""
+    frequency_penalty: float | None
+    """Taken off as often as the reply contains the token; -2 to 2. Default 0."""
+    repetition_penalty: float | None
+    """Divides the logits of tokens that prompt or reply contain. Default 1."""
+    logit_bias: Mapping[int, float] | None
+    """Token id to what is added to its logit; -100 to 100."""
+    min_tokens: int | None
+    """Nothing but max_tokens ends the reply before it has that many tokens."""
+    logprobs: int | None
+    """Each token's log-probability, and those of so many likeliest ones (0 to 20). Default: none."""
+    prompt_logprobs: int | None
+    """The same for the prompt's tokens."""
+    echo: bool | None
+    """`generate` only: the prompt comes first, as a Prompt event."""
+    n: int | None
+    """Replies to the one prompt. Default 1."""
+    best_of: int | None
+    """Make this many replies and return the n of highest mean log-probability. Default n."""
 
 
 MessageLike = Message | Mapping[str, str]
@@ -142,18 +174,18 @@ class ReplyState:
     def __init__(self) -> None:
         self.request_id = ""
         self.finished: Finished | None = None
-        self._texts: list[str] = []
-        self._token_ids: list[int] = []
+        self.prompt: Prompt | None = None
+        self._deltas: dict[int, list[Delta]] = {}
 
     @property
     def text(self) -> str:
-        """The text so far."""
-        return "".join(self._texts)
+        """The text so far (of the first reply, if there are several)."""
+        return "".join(delta.text for delta in self._deltas.get(0, ()))
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """The token ids so far."""
-        return tuple(self._token_ids)
+        """The token ids so far (of the first reply, if there are several)."""
+        return tuple(token for delta in self._deltas.get(0, ()) for token in delta.token_ids)
 
     def feed(self, response: pb.GenerateResponse) -> Event:
         """Take one message of the stream in; return it as an event.
@@ -166,10 +198,12 @@ class ReplyState:
             raise InternalError(f"request {self.request_id}: the server went on after the end of the reply")
         kind = response.WhichOneof("event")
         if kind == "delta":
-            delta = Delta(text=response.delta.text, token_ids=tuple(response.delta.token_ids))
-            self._texts.append(delta.text)
-            self._token_ids.extend(delta.token_ids)
+            delta = _delta(response.delta)
+            self._deltas.setdefault(delta.index, []).append(delta)
             return delta
+        if kind == "prompt":
+            self.prompt = _prompt(response.prompt)
+            return self.prompt
         if kind == "finished":
             self.finished = _finished(response.finished)
             return self.finished
@@ -189,7 +223,12 @@ class ReplyState:
         if self.finished is None:
             raise InternalError(f"request {self.request_id}: the reply was closed before its end")
         return Completion(
-            request_id=self.request_id, text=self.text, token_ids=self.token_ids, finished=self.finished
+            request_id=self.request_id,
+            text=self.text,
+            token_ids=self.token_ids,
+            finished=self.finished,
+            choices=tuple(_choice(end, self._deltas.get(end.index, ())) for end in self.finished.choices),
+            prompt=self.prompt,
         )
 
 
@@ -234,9 +273,38 @@ def error_from_call(exc: grpc.RpcError, address: str) -> PhasorError:
 _ROLES = {pb.WORKER_ROLE_PREFILL: Role.PREFILL, pb.WORKER_ROLE_DECODE: Role.DECODE}
 
 
+def _delta(message: pb.Delta) -> Delta:
+    return Delta(
+        text=message.text,
+        token_ids=tuple(message.token_ids),
+        index=message.index,
+        logprobs=tuple(map(logprobs_from_pb, message.logprobs)),
+    )
+
+
+def _prompt(message: pb.Prompt) -> Prompt:
+    return Prompt(
+        text=message.text,
+        token_ids=tuple(message.token_ids),
+        logprobs=tuple(
+            logprobs_from_pb(one) if one.HasField("logprob") else None for one in message.logprobs
+        ),
+    )
+
+
+def _choice(end: ChoiceEnd, deltas: Sequence[Delta]) -> Choice:
+    return Choice(
+        text="".join(delta.text for delta in deltas),
+        token_ids=tuple(token for delta in deltas for token in delta.token_ids),
+        logprobs=tuple(one for delta in deltas for one in delta.logprobs),
+        end=end,
+    )
+
+
 def _finished(message: pb.Finished) -> Finished:
     try:
         reason = finish_reason_from_pb(message.finish_reason)
+        choices = tuple(map(choice_end_from_pb, message.choices))
     except ValueError as exc:
         raise InternalError(f"the server sent a message unknown to this client: {exc}") from exc
     return Finished(
@@ -247,6 +315,7 @@ def _finished(message: pb.Finished) -> Finished:
         rope_tier=message.rope_tier,
         prefill_worker=message.prefill_worker,
         decode_worker=message.decode_worker,
+        choices=choices,
     )
 
 
@@ -286,6 +355,9 @@ def _set(message: Any, field: str, value: Any, *, name: str = "") -> None:
     try:
         if isinstance(value, list | tuple):
             getattr(message, field).extend(value)
+        elif isinstance(value, Mapping):
+            for key, entry in value.items():
+                getattr(message, field)[key] = entry
         elif isinstance(value, str | int | float):
             setattr(message, field, value)
         else:  # any other sequence: an array of ids

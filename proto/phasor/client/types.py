@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from phasor.core.identity import Identity
-from phasor.core.request import FinishReason, Timing, Usage
+from phasor.core.request import ChoiceEnd, FinishReason, Timing, TokenLogprobs, Usage
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
 """Where `phasor serve` listens unless told otherwise."""
@@ -20,13 +20,28 @@ class Message:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """The prompt, if it was asked for; comes before the first Delta."""
+
+    text: str
+    """With echo."""
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs | None, ...] = ()
+    """One per token, if asked for; None for the first, which nothing predicts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Delta:
-    """A piece of the reply."""
+    """A piece of a reply."""
 
     text: str
     """May be empty while a character or a stop string is undecided."""
     token_ids: tuple[int, ...]
     """Every generated token stands in exactly one Delta."""
+    index: int = 0
+    """Which of n replies."""
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """One per token, if asked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,19 +57,36 @@ class Finished:
     prefill_worker: str = ""
     """Incarnation; empty when the decode worker read the prompt itself."""
     decode_worker: str = ""
+    choices: tuple[ChoiceEnd, ...] = ()
+    """How each of n replies ended; `finish_reason` and `stop_string` are reply 0's."""
 
 
-Event = Delta | Finished
+Event = Prompt | Delta | Finished
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """One of n whole replies."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...]
+    """One per token, if asked for."""
+    end: ChoiceEnd
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """A whole reply."""
+    """A whole reply; `text` and `token_ids` are reply 0's."""
 
     request_id: str
     text: str
     token_ids: tuple[int, ...]
     finished: Finished
+    choices: tuple[Choice, ...] = ()
+    """All n replies."""
+    prompt: Prompt | None = None
+    """If it was asked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -70,7 +70,8 @@ class InferenceServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Generate(self, request, context):
-        """Continue a prompt. The stream is: any number of Delta, then exactly one Finished, or a status that is not OK.
+        """Continue a prompt. The stream is: a Prompt if asked for, any number of Delta, then exactly one Finished, or a
+        status that is not OK.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -92,26 +92,26 @@ class Admitted(_message.Message):
     def __init__(self, ticket: _Optional[_Union[Ticket, _Mapping]] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
 
 class DecodeEvent(_message.Message):
-    __slots__ = ("admitted", "delta", "finished")
+    __slots__ = ("admitted", "delta", "finished", "prompt_logprobs")
     ADMITTED_FIELD_NUMBER: _ClassVar[int]
     DELTA_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     admitted: Admitted
     delta: _inference_pb2.Delta
     finished: DecodeFinished
-    def __init__(self, admitted: _Optional[_Union[Admitted, _Mapping]] = ..., delta: _Optional[_Union[_inference_pb2.Delta, _Mapping]] = ..., finished: _Optional[_Union[DecodeFinished, _Mapping]] = ...) -> None: ...
+    prompt_logprobs: _containers.RepeatedCompositeFieldContainer[_inference_pb2.TokenLogprobs]
+    def __init__(self, admitted: _Optional[_Union[Admitted, _Mapping]] = ..., delta: _Optional[_Union[_inference_pb2.Delta, _Mapping]] = ..., finished: _Optional[_Union[DecodeFinished, _Mapping]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_inference_pb2.TokenLogprobs, _Mapping]]] = ...) -> None: ...
 
 class DecodeFinished(_message.Message):
-    __slots__ = ("finish_reason", "stop_string", "usage", "timing")
-    FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
-    STOP_STRING_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("choices", "usage", "timing")
+    CHOICES_FIELD_NUMBER: _ClassVar[int]
     USAGE_FIELD_NUMBER: _ClassVar[int]
     TIMING_FIELD_NUMBER: _ClassVar[int]
-    finish_reason: _inference_pb2.FinishReason
-    stop_string: str
+    choices: _containers.RepeatedCompositeFieldContainer[_inference_pb2.ChoiceEnd]
     usage: _inference_pb2.Usage
     timing: _inference_pb2.Timing
-    def __init__(self, finish_reason: _Optional[_Union[_inference_pb2.FinishReason, str]] = ..., stop_string: _Optional[str] = ..., usage: _Optional[_Union[_inference_pb2.Usage, _Mapping]] = ..., timing: _Optional[_Union[_inference_pb2.Timing, _Mapping]] = ...) -> None: ...
+    def __init__(self, choices: _Optional[_Iterable[_Union[_inference_pb2.ChoiceEnd, _Mapping]]] = ..., usage: _Optional[_Union[_inference_pb2.Usage, _Mapping]] = ..., timing: _Optional[_Union[_inference_pb2.Timing, _Mapping]] = ...) -> None: ...
 
 class PrefillRequest(_message.Message):
     __slots__ = ("request_id", "token_ids", "sampling", "rope_tier", "ticket", "timeout_s", "incarnation")
@@ -198,12 +198,16 @@ class Announcement(_message.Message):
     def __init__(self, link_id: _Optional[str] = ..., ticket_id: _Optional[str] = ..., sequence: _Optional[int] = ..., first_block: _Optional[int] = ..., num_blocks: _Optional[int] = ..., run_lengths: _Optional[_Iterable[int]] = ..., checksum: _Optional[bytes] = ..., last: _Optional[_Union[LastChunk, _Mapping]] = ..., abort_reason: _Optional[str] = ...) -> None: ...
 
 class LastChunk(_message.Message):
-    __slots__ = ("first_token", "num_tokens")
-    FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("first_tokens", "num_tokens", "first_logprobs", "prompt_logprobs")
+    FIRST_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    first_token: int
+    FIRST_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    first_tokens: _containers.RepeatedScalarFieldContainer[int]
     num_tokens: int
-    def __init__(self, first_token: _Optional[int] = ..., num_tokens: _Optional[int] = ...) -> None: ...
+    first_logprobs: _containers.RepeatedCompositeFieldContainer[_inference_pb2.TokenLogprobs]
+    prompt_logprobs: _containers.RepeatedCompositeFieldContainer[_inference_pb2.TokenLogprobs]
+    def __init__(self, first_tokens: _Optional[_Iterable[int]] = ..., num_tokens: _Optional[int] = ..., first_logprobs: _Optional[_Iterable[_Union[_inference_pb2.TokenLogprobs, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_inference_pb2.TokenLogprobs, _Mapping]]] = ...) -> None: ...
 
 class Acknowledgement(_message.Message):
     __slots__ = ("ticket_id", "sequence", "error")

@@ -156,10 +156,24 @@ class InferenceEdge(inference_pb2_grpc.InferenceServicer):
         limits = self._checked_limits(request.model)
         field, ids = await self._read_input(request, limits)
         validation.check_prompt(ids, limits, field=field)
-        sampling = validation.fill_sampling(
-            request.sampling, len(ids), limits, draw_seed=lambda: secrets.randbits(64)
+        shape, num_choices = validation.check_shape(
+            request.sampling, can_echo=isinstance(request, pb.GenerateRequest)
         )
-        prepared = PreparedRequest(request_id=request_id, token_ids=ids, sampling=sampling)
+        sampling = validation.fill_sampling(
+            request.sampling,
+            len(ids),
+            limits,
+            draw_seed=lambda: secrets.randbits(64),
+            num_choices=num_choices,
+            num_returned=shape.num_returned,
+        )
+        prepared = PreparedRequest(
+            request_id=request_id,
+            token_ids=ids,
+            sampling=sampling,
+            shape=shape,
+            prompt_text=self._prompt_text(request, ids) if shape.echo else "",
+        )
         lifecycle = RequestLifecycle(
             request_id,
             prompt_tokens=len(ids),
@@ -210,6 +224,12 @@ class InferenceEdge(inference_pb2_grpc.InferenceServicer):
         validation.check_text(request.prompt, limits, field="prompt")
         return "prompt", tuple(await self._served.tokenizer.encode(request.prompt))
 
+    def _prompt_text(self, request: pb.GenerateRequest | pb.ChatRequest, ids: tuple[int, ...]) -> str:
+        """Return the prompt as the client wrote it, or what its ids spell."""
+        if isinstance(request, pb.GenerateRequest) and request.WhichOneof("input") == "prompt":
+            return request.prompt
+        return self._served.tokenizer.decode(ids)
+
     async def _tokenize_chat(self, given: Any, limits: ModelLimits) -> list[int]:
         messages = validation.check_messages(given)
         for index, message in enumerate(messages):
@@ -223,7 +243,7 @@ def _log_finish(request_id: RequestId, finish: Finish) -> None:
         "request %s finished (%s): %d prompt tokens (%d cached), %d new; first token %.3f s, total %.3f s; "
         "prefill %s, decode %s",
         request_id,
-        reply.reason,
+        "/".join(choice.reason for choice in reply.choices),
         reply.usage.prompt_tokens,
         reply.usage.cached_tokens,
         reply.usage.completion_tokens,

@@ -6,7 +6,7 @@ The only place where a request waits. It decides nothing: every decision is `Req
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
@@ -50,6 +50,8 @@ from phasor.router.lifecycle_events import (
 )
 from phasor.router.policy import WorkerRef
 from phasor.router.registry import Lease, Registry
+from phasor.router.reply_stream import ReplyStream
+from phasor.router.validation import ReplyShape
 from phasor.v1 import inference_pb2, worker_pb2
 from phasor.wire import convert, status
 
@@ -75,6 +77,9 @@ class PreparedRequest:
     request_id: RequestId
     token_ids: tuple[int, ...]
     sampling: SamplingParams
+    shape: ReplyShape = field(default_factory=ReplyShape)
+    prompt_text: str = ""
+    """For echo."""
 
 
 class RequestExecution:
@@ -99,6 +104,13 @@ class RequestExecution:
     ) -> None:
         self._request, self._lifecycle, self._registry = request, lifecycle, registry
         self._write, self._clock = write, clock
+        self._reply = ReplyStream(
+            request_id=request.request_id,
+            shape=request.shape,
+            prompt_text=request.prompt_text,
+            token_ids=request.token_ids,
+            num_choices=request.sampling.num_choices,
+        )
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._leases: dict[Leg, Lease] = {}
         self._legs: dict[Leg, asyncio.Task[None]] = {}
@@ -169,34 +181,23 @@ class RequestExecution:
             lost(exc)
 
     async def _send_delta(self, delta: ForwardDelta) -> None:
-        response = inference_pb2.GenerateResponse(
-            request_id=self._request.request_id,
-            delta=inference_pb2.Delta(text=delta.text, token_ids=delta.token_ids),
-        )
         # A client that does not read must not hold the workers past the deadline; the life cycle, asked next,
         # finds that it has passed.
+        assert isinstance(delta.message, worker_pb2.DecodeEvent)
         try:
             async with asyncio.timeout(self._remaining_s()):
-                await self._write(response)
+                for response in self._reply.push(delta.message):
+                    await self._write(response)
         except TimeoutError:
             _log.warning("request %s: the client stopped reading", self._request.request_id)
 
     async def _send_finished(self, finish: Finish) -> None:
-        reply = finish.reply
-        finished = inference_pb2.Finished(
-            finish_reason=convert.finish_reason_to_pb(reply.reason),
-            stop_string=reply.stop_string,
-            usage=convert.usage_to_pb(reply.usage),
-            timing=convert.timing_to_pb(reply.timing),
-            rope_tier=reply.rope_tier,
-            prefill_worker=finish.prefill_incarnation,
-            decode_worker=finish.decode_incarnation,
-        )
         try:
             async with asyncio.timeout(max(self._remaining_s(), CALL_MARGIN_S)):
-                await self._write(
-                    inference_pb2.GenerateResponse(request_id=self._request.request_id, finished=finished)
-                )
+                for response in self._reply.finish(
+                    finish.reply, finish.prefill_incarnation, finish.decode_incarnation
+                ):
+                    await self._write(response)
         except TimeoutError as exc:
             raise DeadlineExceededError(
                 f"request {self._request.request_id}: the client stopped reading"
@@ -276,8 +277,8 @@ class RequestExecution:
                     ticket = admitted.ticket if admitted.HasField("ticket") else None
                     self._put(Admitted(now_s=now_s, ticket=ticket, cached_tokens=admitted.cached_tokens))
                 case "delta":
-                    delta = message.delta
-                    self._put(DeltaArrived(now_s=now_s, text=delta.text, token_ids=tuple(delta.token_ids)))
+                    num_tokens = len(message.delta.token_ids)
+                    self._put(DeltaArrived(now_s=now_s, num_tokens=num_tokens, message=message))
                 case "finished":
                     await self._await_stream_end(call)
                     self._put(_decode_ended(now_s, message.finished))
@@ -359,8 +360,7 @@ class RequestExecution:
 def _decode_ended(now_s: float, message: worker_pb2.DecodeFinished) -> DecodeEnded:
     return DecodeEnded(
         now_s=now_s,
-        reason=convert.finish_reason_from_pb(message.finish_reason),
-        stop_string=message.stop_string,
+        choices=tuple(convert.choice_end_from_pb(choice) for choice in message.choices),
         usage=convert.usage_from_pb(message.usage),
         timing=convert.timing_from_pb(message.timing),
     )

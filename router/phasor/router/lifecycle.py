@@ -263,8 +263,8 @@ class RequestLifecycle:
         self.state = State.DECODING
         if self._marks.first_token_s is None:
             self._marks.first_token_s = event.now_s
-        self.num_tokens += len(event.token_ids)
-        return [ForwardDelta(event.text, event.token_ids)]
+        self.num_tokens += event.num_tokens
+        return [ForwardDelta(event.message)]
 
     def _prefill_ended(self, event: PrefillEnded) -> list[Instruction]:
         if Leg.PREFILL not in self._open:
@@ -302,7 +302,8 @@ class RequestLifecycle:
         self._marks.ended_s = event.now_s
         instructions = self._end_leg(Leg.DECODE, cancel=False)
         claimed = event.usage.completion_tokens
-        if claimed != self.num_tokens or claimed == 0:
+        complete = bool(event.choices) and all(choice.completion_tokens > 0 for choice in event.choices)
+        if claimed != self.num_tokens or not complete:
             # An empty or truncated answer must never look like a complete one.
             text = f"the decode worker counts {claimed} tokens but streamed {self.num_tokens}"
             return instructions + self._fail(self._bug(text))
@@ -407,7 +408,7 @@ class RequestLifecycle:
             first_token_s=marks.first_token_s - self.arrived_s,
             total_s=marks.ended_s - self.arrived_s,
         )
-        return FinishedReply(reason=end.reason, stop_string=end.stop_string, usage=usage, timing=timing)
+        return FinishedReply(choices=end.choices, usage=usage, timing=timing)
 
     def _tell(self, start: State, event: Event) -> None:
         last = self.story[-1] if self.story else None

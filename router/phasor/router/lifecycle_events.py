@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from phasor.core.errors import PhasorError
 from phasor.core.ids import Incarnation
-from phasor.core.request import FinishedReply, FinishReason, Timing, Usage
+from phasor.core.request import ChoiceEnd, FinishedReply, Timing, Usage
 from phasor.router.policy import WorkerRef
 from phasor.v1.worker_pb2 import Ticket
 
@@ -56,16 +56,16 @@ class Admitted(Event):
 class DeltaArrived(Event):
     """The decode worker made tokens."""
 
-    text: str
-    token_ids: tuple[int, ...]
+    num_tokens: int
+    message: object = None
+    """What is passed on to the client, unopened."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeEnded(Event):
-    """The decode worker finished the reply."""
+    """The decode worker finished the request's replies."""
 
-    reason: FinishReason
-    stop_string: str = ""
+    choices: tuple[ChoiceEnd, ...] = ()
     usage: Usage = field(default_factory=Usage)
     timing: Timing = field(default_factory=Timing)
 
@@ -180,8 +180,7 @@ class CheckWorker:
 class ForwardDelta:
     """Send text and tokens to the client."""
 
-    text: str
-    token_ids: tuple[int, ...]
+    message: object
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ Pure. A refusal names the field, its value and the way out. It deliberately does
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from phasor.core.errors import CapacityError, InvalidRequestError, ModelNotFoundError
@@ -20,6 +20,11 @@ MAX_TIMEOUT_S = 86400.0
 MAX_CHARACTERS_PER_TOKEN = 256
 """A text with more characters than this times max_model_len is refused before it is tokenised. Generous:
 natural text has 2 to 5, and the longest runs of blanks in known vocabularies have 128."""
+MAX_TOP_LOGPROBS = 20
+MAX_LOGIT_BIAS = 1024
+MAX_BIAS = 100.0
+MAX_PENALTY = 2.0
+MAX_CHOICES = 64
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
@@ -140,8 +145,57 @@ def check_prompt(token_ids: Sequence[int], limits: ModelLimits, *, field: str) -
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplyShape:
+    """What of the workers' tokens the client is shown."""
+
+    num_returned: int = 1
+    """The best so many of the replies that are made."""
+    echo: bool = False
+    """The prompt's text comes first."""
+    prompt_logprobs: bool = False
+    logprobs: bool = False
+    """Asked for by the client, not only needed to choose the best."""
+
+
+def check_shape(message: pb.SamplingParams, *, can_echo: bool) -> tuple[ReplyShape, int]:
+    """Return what the client is shown, and how many replies must be made for it.
+
+    Args:
+        message: what the client sent.
+        can_echo: whether the prompt is the client's own text.
+
+    Raises:
+        InvalidRequestError: naming field, value and what would work.
+    """
+    n = message.n if message.HasField("n") else 1
+    best_of = message.best_of if message.HasField("best_of") else n
+    if not 1 <= n <= MAX_CHOICES:
+        raise InvalidRequestError("sampling.n", n, f"must be 1 to {MAX_CHOICES}")
+    if not n <= best_of <= MAX_CHOICES:
+        hint = f"must be at least n ({n}) and at most {MAX_CHOICES}, or left out"
+        raise InvalidRequestError("sampling.best_of", best_of, hint)
+    if message.echo and not can_echo:
+        hint = "is for Generate: a chat's prompt is laid out by the model's template; use Generate, or leave it out"
+        raise InvalidRequestError("sampling.echo", True, hint)
+    shape = ReplyShape(
+        num_returned=n,
+        echo=message.echo,
+        prompt_logprobs=message.HasField("prompt_logprobs")
+        or (message.echo and message.HasField("logprobs")),
+        logprobs=message.HasField("logprobs"),
+    )
+    return shape, best_of
+
+
 def fill_sampling(
-    message: pb.SamplingParams, prompt_tokens: int, limits: ModelLimits, *, draw_seed: Callable[[], int]
+    message: pb.SamplingParams,
+    prompt_tokens: int,
+    limits: ModelLimits,
+    *,
+    draw_seed: Callable[[], int],
+    num_choices: int = 1,
+    num_returned: int = 1,
 ) -> SamplingParams:
     """Return complete parameters: every field checked, defaults filled in.
 
@@ -150,31 +204,87 @@ def fill_sampling(
         prompt_tokens: length of the checked prompt.
         limits: bounds of max_tokens and of stop token ids.
         draw_seed: gives a 64-bit seed when the client sent none.
+        num_choices: replies to make.
+        num_returned: of these, how many are shown; choosing the best takes log-probabilities.
 
     Raises:
         InvalidRequestError: naming field, value and what would work.
         CapacityError: prompt plus max_tokens exceeds every decode worker's pool (`ever` is set).
     """
-    temperature = message.temperature if message.HasField("temperature") else 1.0
-    if not (math.isfinite(temperature) and temperature >= 0):
-        raise InvalidRequestError(
-            "sampling.temperature", temperature, "must be finite and >= 0 (0 is greedy)"
-        )
-    top_p = message.top_p if message.HasField("top_p") else 1.0
-    if not 0 < top_p <= 1:
-        raise InvalidRequestError("sampling.top_p", top_p, "must be > 0 and <= 1 (1 keeps all)")
     if message.top_k < 0:
         raise InvalidRequestError("sampling.top_k", message.top_k, "must be >= 0 (0 keeps all)")
+    temperature = _number(
+        message, "temperature", 1.0, lambda v: v >= 0, "must be finite and >= 0 (0 is greedy)"
+    )
+    logprobs = _top_logprobs(message, "logprobs")
+    prompt_logprobs = _top_logprobs(message, "prompt_logprobs")
+    max_tokens = _max_tokens(message, prompt_tokens, limits)
     return SamplingParams(
         temperature=temperature,
         top_k=message.top_k,
-        top_p=top_p,
+        top_p=_number(message, "top_p", 1.0, lambda v: 0 < v <= 1, "must be > 0 and <= 1 (1 keeps all)"),
+        min_p=_number(message, "min_p", 0.0, lambda v: 0 <= v <= 1, "must be >= 0 (keeps all) and <= 1"),
+        presence_penalty=_penalty(message, "presence_penalty"),
+        frequency_penalty=_penalty(message, "frequency_penalty"),
+        repetition_penalty=_number(
+            message, "repetition_penalty", 1.0, lambda v: v > 0, "must be finite and > 0 (1 changes nothing)"
+        ),
+        logit_bias=_logit_bias(message.logit_bias, limits.vocab_size),
         seed=message.seed if message.HasField("seed") else draw_seed(),
-        max_tokens=_max_tokens(message, prompt_tokens, limits),
+        max_tokens=max_tokens,
+        min_tokens=_min_tokens(message.min_tokens, max_tokens),
         stop=_stop(message.stop),
         stop_token_ids=_stop_token_ids(message.stop_token_ids, limits.vocab_size),
         ignore_eos=message.ignore_eos,
+        logprobs=0 if logprobs is None and num_choices > num_returned else logprobs,
+        prompt_logprobs=logprobs if prompt_logprobs is None and message.echo else prompt_logprobs,
+        num_choices=num_choices,
     )
+
+
+def _number(
+    message: pb.SamplingParams, name: str, default: float, holds: Callable[[float], bool], hint: str
+) -> float:
+    value = float(getattr(message, name)) if message.HasField(name) else default
+    if not (math.isfinite(value) and holds(value)):
+        raise InvalidRequestError(f"sampling.{name}", value, hint)
+    return value
+
+
+def _penalty(message: pb.SamplingParams, name: str) -> float:
+    hint = f"must be -{MAX_PENALTY:g} to {MAX_PENALTY:g} (0 changes nothing)"
+    return _number(message, name, 0.0, lambda v: abs(v) <= MAX_PENALTY, hint)
+
+
+def _top_logprobs(message: pb.SamplingParams, name: str) -> int | None:
+    if not message.HasField(name):
+        return None
+    value = int(getattr(message, name))
+    if not 0 <= value <= MAX_TOP_LOGPROBS:
+        hint = f"must be 0 (the token's own only) to {MAX_TOP_LOGPROBS}, or left out for none"
+        raise InvalidRequestError(f"sampling.{name}", value, hint)
+    return value
+
+
+def _logit_bias(bias: Mapping[int, float], vocab_size: int) -> tuple[tuple[int, float], ...]:
+    if len(bias) > MAX_LOGIT_BIAS:
+        hint = f"at most {MAX_LOGIT_BIAS} are allowed"
+        raise InvalidRequestError("sampling.logit_bias", f"{len(bias)} tokens", hint)
+    for token, value in sorted(bias.items()):
+        if not 0 <= token < vocab_size:
+            hint = f"is outside the vocabulary; token ids are 0 to {vocab_size - 1}"
+            raise InvalidRequestError("sampling.logit_bias", token, hint)
+        if not abs(value) <= MAX_BIAS:
+            hint = f"must be -{MAX_BIAS:g} to {MAX_BIAS:g}"
+            raise InvalidRequestError(f"sampling.logit_bias[{token}]", value, hint)
+    return tuple(sorted(bias.items()))
+
+
+def _min_tokens(value: int, max_tokens: int) -> int:
+    if not 0 <= value <= max_tokens:
+        hint = f"must be 0 to max_tokens, which is {max_tokens}"
+        raise InvalidRequestError("sampling.min_tokens", value, hint)
+    return value
 
 
 def _max_tokens(message: pb.SamplingParams, prompt_tokens: int, limits: ModelLimits) -> int:
