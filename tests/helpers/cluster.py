@@ -138,7 +138,10 @@ class Cluster:
     def router_counts(self) -> inference_pb2.RouterCounts:
         with grpc.insecure_channel(self.address) as channel:
             stub = inference_pb2_grpc.InferenceStub(channel)
-            return stub.GetServerInfo(inference_pb2.GetServerInfoRequest(), timeout=5).counts
+            info: inference_pb2.GetServerInfoResponse = stub.GetServerInfo(
+                inference_pb2.GetServerInfoRequest(), timeout=5
+            )
+            return info.counts
 
     def counts(self, process: Process) -> inference_pb2.WorkerCounts:
         with grpc.insecure_channel(process.address) as channel:
@@ -228,12 +231,14 @@ def cluster(
         decode_module: the same for decode workers.
     """
     workers: list[Process] = []
+    prefill: list[Process] = []
+    decode: list[Process] = []
     routers: list[Process] = []
     try:
         common = ["--model", str(folder), *worker_args]
-        prefill = [spawn(prefill_module, *common, *prefill_args) for _ in range(num_prefill)]
+        prefill += [spawn(prefill_module, *common, *prefill_args) for _ in range(num_prefill)]
         workers.extend(prefill)
-        decode = [spawn(decode_module, *common, *decode_args) for _ in range(num_decode)]
+        decode += [spawn(decode_module, *common, *decode_args) for _ in range(num_decode)]
         workers.extend(decode)
         for process in workers:
             await_ready(process)
@@ -249,7 +254,8 @@ def cluster(
         try:
             stop_all(routers)
         finally:
-            stop_all(workers)
+            # What a test started in the place of another is stopped too.
+            stop_all(list({id(process): process for process in [*workers, *prefill, *decode]}.values()))
 
 
 def wait_ready_workers(address: str, count: int, timeout_s: float = 30.0) -> None:

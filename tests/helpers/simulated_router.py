@@ -50,6 +50,8 @@ class SimulatedPair:
         self.num_started = 0
         self.leases: dict[str, int] = {}
         self.requests: dict[RequestId, Request] = {}
+        self.prefill: SimulatedPrefillWorker
+        self.decode: SimulatedDecodeWorker
         self.restart("prefill")
         self.restart("decode")
 

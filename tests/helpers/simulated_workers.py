@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from phasor.core.config import SchedulerConfig
 from phasor.core.errors import InternalError, PhasorError, TransferError
@@ -29,6 +29,7 @@ CONFIG = SchedulerConfig(max_step_tokens=8, max_running=4, max_waiting=5)
 NAMESPACE = BlockKey(bytes(32))
 
 Page = tuple[int | None, ...]
+Acknowledge = Callable[[str], None]
 
 
 def next_token(tokens: list[int], seed: int) -> int:
@@ -224,10 +225,10 @@ class SimulatedDecodeWorker(SimulatedWorker):
     def execute(self, instruction: Any) -> Iterable[Any]:
         match instruction:
             case dm.PlacePages(blocks, pages, acknowledge):
-                self.store.write(blocks, pages)
-                acknowledge("")
+                self.store.write(blocks, cast(list[Page], pages))
+                cast(Acknowledge, acknowledge)("")
             case dm.RejectPages(acknowledge, why):
-                acknowledge(why)
+                cast(Acknowledge, acknowledge)(why)
             case dm.RevokeTicket(request_id):
                 self.tickets.pop(request_id, None)
             case dm.Fail(request_id, error):

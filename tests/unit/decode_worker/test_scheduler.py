@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -238,6 +239,34 @@ def test_who_is_preempted_later_does_not_overtake_an_older_one() -> None:
     for name, length in (("a", 20), ("b", 20), ("c", 2)):
         assert rig.replies[name] == expected_reply(prompts[name], length), name
     assert rig.scheduler.pool.num_used == 0
+
+
+@pytest.mark.parametrize("state", ["waiting", "receiving", "reading", "running", "preempted", "finished"])
+def test_a_release_frees_once_in_any_state_and_again_changes_nothing(state: str) -> None:
+    rig = Rig(num_blocks=10)
+    prompt = list(range(10, 22))
+    rig.tell(arrived("a", prompt, local=state != "receiving", max_tokens=2 if state == "finished" else 9))
+    for _ in range({"waiting": 0, "receiving": 1, "reading": 1, "finished": 3}.get(state, 3)):
+        rig.step()
+    if state == "preempted":
+        rig.scheduler._preempt(rig.scheduler._running[RequestId("a")])
+    rig.tell(arrived("other", list(range(50, 59)), max_tokens=3))
+    revoked = rig.tell(Released(RequestId("a")))
+    assert revoked == ([RevokeTicket(RequestId("a"))] if state == "receiving" else [])
+    used, free = rig.scheduler.pool.num_used, rig.scheduler.pool.num_free
+    assert used == 0
+    for event in (
+        Released(RequestId("a")),
+        TransferBroken(RequestId("a"), TransferError("late")),
+        Released(RequestId("nobody")),
+    ):
+        assert rig.tell(event) == []
+        assert (rig.scheduler.pool.num_used, rig.scheduler.pool.num_free) == (used, free)
+    assert [type(i) for i in rig.tell(chunk("a", 0, 3, 9, 12))] == [RejectPages]
+    for _ in range(6):
+        rig.step()
+    assert rig.replies["other"] == expected_reply(list(range(50, 59)), 3)
+    assert rig.scheduler.pool.num_used == 0 and not rig.scheduler.has_work
 
 
 @settings(max_examples=150, deadline=None)

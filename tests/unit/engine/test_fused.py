@@ -24,13 +24,12 @@ TEXT = list(b"def merge(left, right):\n    result = []\n    while left and right
 LENGTHS = (5, 8, 17, 40, 60)
 
 
-@pytest.fixture(scope="module", params=["native", "torch"])
-def kernels(request: pytest.FixtureRequest) -> Any:
-    with pytest.MonkeyPatch.context() as patch:
-        if request.param == "torch":
-            for module in ("linear", "rotary", "paged_attention"):
-                patch.setattr(f"phasor.kernels.{module}.native_kernels", lambda: None)
-        yield request.param
+@pytest.fixture(params=["native", "torch"])
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "torch":
+        for module in ("linear", "rotary", "paged_attention"):
+            monkeypatch.setattr(f"phasor.kernels.{module}.native_kernels", lambda: None)
+    return str(request.param)
 
 
 @pytest.fixture(scope="module")

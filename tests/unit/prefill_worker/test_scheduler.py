@@ -1,5 +1,6 @@
 """The prefill scheduler without tensors: events in, instructions out."""
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -107,6 +108,27 @@ def test_a_full_queue_refuses_for_now() -> None:
     assert scheduler.handle(arrived("a", list(range(4))), 0.0) == []
     (refusal,) = scheduler.handle(arrived("b", list(range(4))), 0.0)
     assert isinstance(refusal, Refuse) and isinstance(refusal.error, CapacityError) and not refusal.error.ever
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 2, 3], ids=["waiting", "reading", "reading on", "handed over"])
+def test_a_release_frees_once_in_any_state_and_again_changes_nothing(num_steps: int) -> None:
+    scheduler = make()
+    other = arrived("other", list(range(50, 59)))
+    scheduler.handle(arrived("a", list(range(18))), 0.0)
+    scheduler.handle(other, 0.0)
+    for _ in range(num_steps):
+        step(scheduler)
+    scheduler.handle(Released(RequestId("a")), 0.0)
+    scheduler.pool.check()
+    used, free = scheduler.pool.num_used, scheduler.pool.num_free
+    for name in ("a", "nobody", "a"):
+        scheduler.handle(Released(RequestId(name)), 0.0)
+        scheduler.pool.check()
+        assert (scheduler.pool.num_used, scheduler.pool.num_free) == (used, free)
+    tokens = [push.first_token for _ in range(4) for push in step(scheduler)]
+    scheduler.handle(Released(RequestId("other")), 0.0)
+    assert 99 in tokens or num_steps == 3, "the other one is not disturbed"
+    assert scheduler.pool.num_used == 0 and scheduler.num_running == scheduler.num_waiting == 0
 
 
 def test_waiting_for_room_takes_nothing_and_goes_on_after_a_release() -> None:
