@@ -46,7 +46,7 @@ async def test_pages_arrive_byte_for_byte(links: LinkFactory, dtype: torch.dtype
         await send_all(sender, ticket, pages)
         assert torch.equal(decode.pages_of(ticket), pages)
         last = decode.last[TicketId(ticket.ticket_id)]
-        assert (last.first_token, last.num_tokens) == (42, 7)
+        assert (list(last.first_tokens), last.num_tokens) == ([42], 7)
         assert decode.receiver.bytes_received == pages.nbytes
         await at_rest(decode)
 
@@ -62,7 +62,7 @@ async def test_nothing_to_send_but_the_first_token(links: LinkFactory) -> None:
     async with DecodeEnd(links) as decode, PrefillEnd(links) as sender:
         ticket = decode.issue(0, first_block=6)
         await send_all(sender, ticket, random_pages(0))
-        assert decode.last[TicketId(ticket.ticket_id)].first_token == 42
+        assert decode.last[TicketId(ticket.ticket_id)].first_tokens == [42]
         await at_rest(decode)
 
 

@@ -216,7 +216,9 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
             usage.decode_computed_tokens = len(request.token_ids)
             timing.prefill_s = 0.5
         finished = worker_pb2.DecodeFinished(
-            finish_reason=pb.FINISH_REASON_LENGTH, usage=usage, timing=timing
+            choices=[pb.ChoiceEnd(finish_reason=pb.FINISH_REASON_LENGTH, completion_tokens=num_tokens)],
+            usage=usage,
+            timing=timing,
         )
         yield worker_pb2.DecodeEvent(finished=finished)
 

@@ -1,7 +1,7 @@
 """Life cycles and events to feed them, with literal times and ids."""
 
 from phasor.core.ids import Incarnation, RequestId
-from phasor.core.request import FinishReason, Timing, Usage
+from phasor.core.request import ChoiceEnd, FinishReason, Timing, Usage
 from phasor.router.lifecycle import LifecycleLimits, RequestLifecycle
 from phasor.router.lifecycle_events import (
     Admitted,
@@ -52,14 +52,14 @@ def admitted(now_s: float = 2.0, ticket: Ticket | None = TICKET, cached_tokens: 
     return Admitted(now_s=now_s, ticket=ticket, cached_tokens=cached_tokens)
 
 
-def delta(now_s: float, *ids: int, text: str = "x") -> DeltaArrived:
-    return DeltaArrived(now_s=now_s, text=text, token_ids=ids)
+def delta(now_s: float, *ids: int) -> DeltaArrived:
+    return DeltaArrived(now_s=now_s, num_tokens=len(ids), message=ids)
 
 
 def ended(now_s: float, num_tokens: int, **usage: int) -> DecodeEnded:
     return DecodeEnded(
         now_s=now_s,
-        reason=FinishReason.LENGTH,
+        choices=(ChoiceEnd(index=0, reason=FinishReason.LENGTH, completion_tokens=num_tokens),),
         usage=Usage(completion_tokens=num_tokens, **usage),
         timing=Timing(queue_s=0.0625, prefill_s=0.75),
     )

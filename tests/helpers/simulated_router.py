@@ -3,12 +3,11 @@
 import copy
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 from phasor.core.errors import PhasorError, TransferError, WorkerLostError
 from phasor.core.ids import RequestId
-from phasor.core.request import SamplingParams
-from phasor.decode_worker.messages import EmitToken
+from phasor.core.request import SamplingParams, Usage
 from phasor.prefill_worker import scheduler as pm
 from phasor.router import lifecycle_events as le
 from phasor.router.lifecycle import TERMINAL, LifecycleLimits, RequestLifecycle
@@ -19,7 +18,7 @@ from tests.helpers.simulated_workers import (
     SimulatedPrefillWorker,
     SimulatedWorker,
     Transfer,
-    solo_reply,
+    solo_replies,
 )
 
 
@@ -30,9 +29,10 @@ class Request:
     lifecycle: RequestLifecycle
     prompt: tuple[int, ...]
     sampling: SamplingParams
-    expected: list[int]
+    expected: list[list[int]]
+    """By reply."""
     events: deque[le.Event] = field(default_factory=deque)
-    tokens: list[int] = field(default_factory=list)
+    tokens: dict[int, list[int]] = field(default_factory=dict)
     end: le.Finish | le.Fail | None = None
     local: bool = False
 
@@ -106,7 +106,7 @@ class SimulatedPair:
             limits=LifecycleLimits(),
             validate=True,
         )
-        request = Request(lifecycle, prompt, sampling, solo_reply(prompt, sampling), local=local)
+        request = Request(lifecycle, prompt, sampling, solo_replies(prompt, sampling), local=local)
         self.requests[request_id] = request
         decode = WorkerRef(role="decode", address="d", incarnation=self.decode.incarnation)
         prefill = WorkerRef(role="prefill", address="p", incarnation=self.prefill.incarnation)
@@ -147,8 +147,9 @@ class SimulatedPair:
                 self._cancel_prefill(request_id)
             case le.CheckWorker():
                 request.events.append(le.WorkerAnswered(now_s=0, busy=True))
-            case le.ForwardDelta(_, token_ids):
-                request.tokens.extend(token_ids)
+            case le.ForwardDelta(message):
+                choice, token = cast(tuple[int, int], message)
+                request.tokens.setdefault(choice, []).append(token)
             case le.Finish() | le.Fail():
                 request.end = instruction
 
@@ -188,17 +189,20 @@ class SimulatedPair:
 
     def check(self) -> None:
         for worker in (self.prefill, self.decode):
-            worker.store.check(worker.sequences())
-        arrivals = [entry.seq.arrival for entry in self.decode.scheduler._running.values()]
+            worker.store.check(worker.sequences(), worker.spare_blocks())
+        arrivals = [entry.order for entry in self.decode.scheduler._running.values()]
         assert arrivals == sorted(arrivals), "running requests are in order of arrival"
-        waiting = [entry.seq.arrival for entry in self.decode.scheduler._waiting]
+        waiting = [entry.order for entry in self.decode.scheduler._waiting]
         assert waiting == sorted(waiting), "waiting requests are in order of arrival"
         for request in self.requests.values():
             assert request.over == (request.end is not None)
-            assert request.tokens == request.expected[: len(request.tokens)], request.lifecycle.request_id
+            for choice, tokens in request.tokens.items():
+                expected = request.expected[choice]
+                assert tokens == expected[: len(tokens)], (request.lifecycle.request_id, choice)
             if isinstance(request.end, le.Finish):
-                assert request.tokens == request.expected
-                assert request.end.reply.usage.completion_tokens == len(request.tokens)
+                assert request.tokens == dict(enumerate(request.expected))
+                num_tokens = sum(map(len, request.expected))
+                assert request.end.reply.usage.completion_tokens == num_tokens
 
     def settle(self) -> None:
         """Deliver everything until nothing moves; every request must have ended, and nobody may hold anything."""
@@ -252,11 +256,11 @@ class SimulatedPair:
 def _decode_events(item: Any) -> list[le.Event]:
     if isinstance(item, PhasorError):
         return [le.DecodeFailed(now_s=0, error=item)]
-    if isinstance(item, int):
-        return [le.DeltaArrived(now_s=0, text="", token_ids=(item,))]
-    if isinstance(item, EmitToken):
-        assert item.finish is not None
-        return [le.DecodeEnded(now_s=0, reason=item.finish, usage=item.usage)]
+    first, second = item
+    if isinstance(first, int):
+        return [le.DeltaArrived(now_s=0, num_tokens=1, message=item)]
+    if isinstance(second, Usage):
+        return [le.DecodeEnded(now_s=0, choices=first, usage=second)]
     ticket, cached_tokens = item
     return [le.Admitted(now_s=0, ticket=ticket, cached_tokens=cached_tokens)]
 

@@ -13,12 +13,12 @@ from typing import Any, cast
 from phasor.core.config import SchedulerConfig
 from phasor.core.errors import InternalError, PhasorError, TransferError
 from phasor.core.ids import BlockId, BlockKey, Incarnation, RequestId
-from phasor.core.request import FinishReason, SamplingParams
+from phasor.core.request import ChoiceEnd, SampledToken, SamplingParams
 from phasor.decode_worker import messages as dm
 from phasor.decode_worker.scheduler import DecodeScheduler
 from phasor.engine.blocks import BlockPool
 from phasor.engine.sequence import Sequence
-from phasor.engine.step import SampledTokens, ScheduledChunk
+from phasor.engine.step import ChunkResult, ScheduledChunk
 from phasor.prefill_worker import scheduler as pm
 from phasor.prefill_worker.scheduler import PrefillScheduler
 from phasor.v1.worker_pb2 import Ticket
@@ -38,8 +38,12 @@ def next_token(tokens: list[int], seed: int) -> int:
     return EOS if value % 17 == 0 else 10 + value % 89
 
 
-def solo_reply(prompt: tuple[int, ...], sampling: SamplingParams) -> list[int]:
-    """What a request alone on one worker is answered."""
+def solo_replies(prompt: tuple[int, ...], sampling: SamplingParams) -> list[list[int]]:
+    """What a request alone on one worker is answered, reply by reply."""
+    return [_solo_reply(prompt, sampling.for_choice(index)) for index in range(sampling.num_choices)]
+
+
+def _solo_reply(prompt: tuple[int, ...], sampling: SamplingParams) -> list[int]:
     tokens = list(prompt)
     while len(tokens) < len(prompt) + sampling.max_tokens:
         tokens.append(next_token(tokens, sampling.seed))
@@ -62,9 +66,9 @@ class Store:
     def page(self, block: BlockId) -> list[int | None]:
         return self.pages.setdefault(block, [None] * BLOCK)
 
-    def compute(self, chunks: list[ScheduledChunk]) -> SampledTokens:
+    def compute(self, chunks: list[ScheduledChunk]) -> list[ChunkResult]:
         """Read all earlier positions of each chunk's sequence, write the new ones, sample."""
-        sampled = {}
+        results = []
         for chunk in chunks:
             seq, end = chunk.seq, chunk.seq.num_computed + chunk.num_tokens
             assert end <= len(seq.blocks) * BLOCK, "a position without a slot"
@@ -79,24 +83,33 @@ class Store:
                     assert self.pool.num_refs(block) == 1, "a shared block is written"
                     assert block not in self.pool._content, "a findable block is written"
                     self.page(block)[offset] = kv_of(seq.token_ids, position)
-            if chunk.samples:
-                sampled[seq.request_id] = next_token(seq.token_ids, seq.sampling.seed)
-        return sampled
+            choices = range(seq.sampling.num_choices if chunk.samples else 0)
+            seeds = [seq.sampling.for_choice(index).seed for index in choices]
+            results.append(
+                ChunkResult(tuple(SampledToken(next_token(seq.token_ids, seed)) for seed in seeds))
+            )
+        return results
 
     def read(self, blocks: Iterable[BlockId]) -> list[Page]:
         return [tuple(self.page(block)) for block in blocks]
 
-    def write(self, blocks: list[BlockId], pages: list[Page]) -> None:
+    def write(self, blocks: list[BlockId], pages: list[Page], sequences: list[Sequence]) -> None:
         assert len(blocks) == len(pages)
         for block, page in zip(blocks, pages, strict=True):
             # Not held any more when the first token was also the last: placed before anybody else's turn.
-            assert self.pool.num_refs(block) <= 1, "pages are placed in a shared block"
+            # Held several times if they were forked at once.
+            holders = {seq.request_id for seq in sequences if block in seq.blocks}
+            assert len(holders) <= 1, "pages are placed in a shared block"
             self.pages[block] = list(page)
 
-    def check(self, sequences: list[Sequence]) -> None:
+    def copy(self, source: BlockId, target: BlockId) -> None:
+        assert self.pool.num_refs(target) <= 1, "a shared block is written"
+        self.pages[target] = list(self.page(source))
+
+    def check(self, sequences: list[Sequence], spare: Iterable[BlockId] = ()) -> None:
         """Every block in one place; held exactly as often as sequences name it; shared only if whole and findable."""
         self.pool.check()
-        held: dict[BlockId, int] = {}
+        held: dict[BlockId, int] = dict.fromkeys(spare, 1)
         for seq in sequences:
             assert len(set(seq.blocks)) == len(seq.blocks), "a block twice in one sequence"
             for block in seq.blocks:
@@ -104,8 +117,12 @@ class Store:
         for number in range(1, self.pool.num_blocks + 1):
             block = BlockId(number)
             assert self.pool.num_refs(block) == held.get(block, 0), f"block {block}"
-            if held.get(block, 0) > 1:
-                assert block in self.pool._content, "a shared block that is not whole"
+            if held.get(block, 0) > 1 and block not in self.pool._content:
+                # Another block has its key already: only the replies of one request share it, and only if whole.
+                sharing = [seq for seq in sequences if block in seq.blocks]
+                assert len({seq.request_id for seq in sharing}) == 1, "a shared block that cannot be found"
+                whole = all(seq.blocks.index(block) < seq.num_prompt // BLOCK for seq in sharing)
+                assert whole, "a shared block that is not whole"
 
 
 @dataclass(eq=False)
@@ -129,6 +146,9 @@ class Call:
     num_prompt: int = 0
     transfer: Transfer | None = None
     stats: pm.PrefillStats | None = None
+    num_choices: int = 1
+    num_made: dict[int, int] = field(default_factory=dict)
+    ends: dict[int, ChoiceEnd] = field(default_factory=dict)
 
 
 class SimulatedWorker:
@@ -184,6 +204,9 @@ class SimulatedWorker:
 
     is_decode = False
 
+    def spare_blocks(self) -> list[BlockId]:
+        return []
+
     def fail_call(self, request_id: RequestId, call: Call, error: PhasorError) -> None:
         call.report(error)
         self.close_call(request_id)
@@ -209,7 +232,7 @@ class SimulatedDecodeWorker(SimulatedWorker):
         report: Any,
     ) -> None:
         assert request_id not in self.calls
-        self.calls[request_id] = Call(report)
+        self.calls[request_id] = Call(report, num_choices=sampling.num_choices)
         self.inbox.append(
             dm.Arrived(
                 request_id=request_id, token_ids=prompt, sampling=sampling, tier=1.0, local_prefill=local
@@ -225,8 +248,10 @@ class SimulatedDecodeWorker(SimulatedWorker):
     def execute(self, instruction: Any) -> Iterable[Any]:
         match instruction:
             case dm.PlacePages(blocks, pages, acknowledge):
-                self.store.write(blocks, cast(list[Page], pages))
+                self.store.write(blocks, cast(list[Page], pages), self.sequences())
                 cast(Acknowledge, acknowledge)("")
+            case dm.CopyBlock(source, target):
+                self.store.copy(source, target)
             case dm.RejectPages(acknowledge, why):
                 cast(Acknowledge, acknowledge)(why)
             case dm.RevokeTicket(request_id):
@@ -260,13 +285,21 @@ class SimulatedDecodeWorker(SimulatedWorker):
         call = self.calls.get(instruction.request_id)
         if call is None:
             return [dm.Released(instruction.request_id)]
-        call.report(instruction.token)
+        choice = instruction.choice
+        call.report((choice, instruction.token.token_id))
+        call.num_made[choice] = call.num_made.get(choice, 0) + 1
         if instruction.finish is None:
             return []
-        assert instruction.finish in (FinishReason.STOP, FinishReason.LENGTH)
-        call.report(instruction)
-        self.close_call(instruction.request_id)
-        return [dm.Released(instruction.request_id)]
+        call.ends[choice] = ChoiceEnd(
+            index=choice, reason=instruction.finish, completion_tokens=call.num_made[choice]
+        )
+        if len(call.ends) == call.num_choices:
+            call.report((tuple(call.ends.values()), instruction.usage))
+            self.close_call(instruction.request_id)
+        return [dm.Released(instruction.request_id, choice)]
+
+    def spare_blocks(self) -> list[BlockId]:
+        return [block for request in self.scheduler._requests.values() for block in request.spare_blocks]
 
     def sequences(self) -> list[Sequence]:
         s = self.scheduler
@@ -332,7 +365,7 @@ class SimulatedPrefillWorker(SimulatedWorker):
             return
         transfer.staged.append((push, self.store.read(push.blocks)))
         transfer.num_unacknowledged += 1
-        transfer.last_sent = push.first_token is not None
+        transfer.last_sent = bool(push.first_tokens)
 
     def arrive(self, transfer: Transfer, decode: SimulatedDecodeWorker, *, damage: bool = False) -> None:
         """The decode end has a chunk: staged for its owner, or answered at once when its ticket is void."""
@@ -353,7 +386,7 @@ class SimulatedPrefillWorker(SimulatedWorker):
                 num_blocks=len(push.blocks),
                 pages=pages,
                 acknowledge=acknowledge,
-                first_token=push.first_token,
+                first_tokens=push.first_tokens,
                 num_tokens=call.num_prompt if call else -1,
             )
         )

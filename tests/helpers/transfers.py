@@ -252,7 +252,7 @@ def random_pages(num_blocks: int, seed: int = 0, dtype: torch.dtype = torch.floa
 
 
 def last_chunk(num_tokens: int = 7) -> pb.LastChunk:
-    return pb.LastChunk(first_token=42, num_tokens=num_tokens)
+    return pb.LastChunk(first_tokens=[42], num_tokens=num_tokens)
 
 
 async def send_all(sender: PageSender, ticket: pb.Ticket, pages: torch.Tensor, chunk_blocks: int = 3) -> None:

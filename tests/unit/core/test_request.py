@@ -17,7 +17,8 @@ def test_defaults_are_those_of_the_wire() -> None:
 
 def test_temperature_zero_is_greedy() -> None:
     assert SamplingParams(temperature=0.0).greedy
-    assert not SamplingParams(temperature=1e-9).greedy
+    assert SamplingParams(temperature=1e-9).greedy, "dividing by it would overflow float32"
+    assert not SamplingParams(temperature=1e-3).greedy
 
 
 def test_sampling_parameters_are_frozen_and_hashable() -> None:
@@ -28,7 +29,7 @@ def test_sampling_parameters_are_frozen_and_hashable() -> None:
 
 
 def test_replies_do_not_share_usage() -> None:
-    first, second = FinishedReply(reason=FinishReason.STOP), FinishedReply(reason=FinishReason.STOP)
+    first, second = FinishedReply(choices=()), FinishedReply(choices=())
     first.usage.prompt_tokens = 3
     assert second.usage == Usage()
     assert second.timing == Timing()

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from phasor.core.config import SchedulerConfig
 from phasor.core.errors import CapacityError, TransferError
 from phasor.core.ids import BlockKey, RequestId
-from phasor.core.request import FinishReason, SamplingParams
+from phasor.core.request import FinishReason, SampledToken, SamplingParams
 from phasor.decode_worker.messages import (
     Admit,
     Arrived,
@@ -26,6 +26,7 @@ from phasor.decode_worker.messages import (
 )
 from phasor.decode_worker.scheduler import DecodeScheduler
 from phasor.engine.blocks import BlockPool
+from phasor.engine.step import ChunkResult
 
 BLOCK = 4
 EOS = 7
@@ -55,14 +56,19 @@ class Rig:
         for chunk in chunks:
             held = len(chunk.seq.blocks) * BLOCK
             assert chunk.seq.num_computed + chunk.num_tokens <= held, "a position without a slot"
-        sampled = {c.seq.request_id: next_token(c.seq.token_ids) for c in chunks if c.samples}
-        return self.note([*before, *self.scheduler.complete(chunks, sampled, 0.0)])
+        results = [
+            ChunkResult((SampledToken(next_token(c.seq.token_ids)),) * c.seq.sampling.num_choices)
+            if c.samples
+            else ChunkResult()
+            for c in chunks
+        ]
+        return self.note([*before, *self.scheduler.complete(chunks, results, 0.0)])
 
     def note(self, instructions: list[Instruction]) -> list[Instruction]:
         self.scheduler.pool.check()
         for instruction in instructions:
             if isinstance(instruction, EmitToken):
-                self.replies.setdefault(instruction.request_id, []).append(instruction.token)
+                self.replies.setdefault(instruction.request_id, []).append(instruction.token.token_id)
         self.seen.extend(instructions)
         return instructions
 
@@ -90,7 +96,7 @@ def chunk(name: str, first: int, count: int, token: int | None = None, num_token
         num_blocks=count,
         pages="pages",
         acknowledge="ack",
-        first_token=token,
+        first_tokens=() if token is None else (SampledToken(token),),
         num_tokens=num_tokens,
     )
 
@@ -232,7 +238,9 @@ def test_who_is_preempted_later_does_not_overtake_an_older_one() -> None:
     rig.tell(chunk("b", 0, 2, next_token(prompts["b"]), 8))
     while rig.scheduler.num_preemptions == 1:
         rig.step()
-    assert list(rig.scheduler._running) == ["a"], "b's blocks are for a, which has waited longer"
+    assert [name for name, _ in rig.scheduler._running] == ["a"], (
+        "b's blocks are for a, which has waited longer"
+    )
     rig.tell(chunk("c", 0, 3, next_token(prompts["c"]), 11))
     for _ in range(60):
         rig.step()
@@ -249,7 +257,7 @@ def test_a_release_frees_once_in_any_state_and_again_changes_nothing(state: str)
     for _ in range({"waiting": 0, "receiving": 1, "reading": 1, "finished": 3}.get(state, 3)):
         rig.step()
     if state == "preempted":
-        rig.scheduler._preempt(rig.scheduler._running[RequestId("a")])
+        rig.scheduler._preempt(rig.scheduler._running[(RequestId("a"), 0)])
     rig.tell(arrived("other", list(range(50, 59)), max_tokens=3))
     revoked = rig.tell(Released(RequestId("a")))
     assert revoked == ([RevokeTicket(RequestId("a"))] if state == "receiving" else [])

@@ -4,13 +4,16 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
 import torch
 
 from phasor.core.request import SamplingParams
-from phasor.engine.sampling import sample, uniform
+from phasor.engine.logit_rules import TokenDraw
+from phasor.engine.sampling import sample as sample_tokens
+from phasor.engine.sampling import uniform
 
 PAIRS = [(0, 0), (1, 0), (0, 1), (2**63, 5), (2**64 - 1, 8191), (12345, 777)]
 
@@ -36,13 +39,22 @@ def test_uniform_is_uniform(over: str) -> None:
     assert 15 < chi_square < 100, chi_square  # 49 degrees of freedom; fixed inputs, so never flaky
 
 
+def sample(logits: torch.Tensor, params: Sequence[SamplingParams], positions: Sequence[int]) -> list[int]:
+    """Token ids only, for draws that differ in parameters and position."""
+    draws = [TokenDraw(p, range(n), n) for p, n in zip(params, positions, strict=True)]
+    return [token.token_id for token in sample_tokens(logits, draws)]
+
+
 def reference(logits: np.ndarray, p: SamplingParams, position: int) -> int:
     """The same rule, written by loops over sorted (logit, id) pairs in float64."""
-    scaled = (logits / np.float32(p.temperature)).astype(np.float64)
+    scaled = ((logits - logits.max()) / np.float32(p.temperature)).astype(np.float64)
     order = sorted(range(len(scaled)), key=lambda i: (-scaled[i], i))
+    likeliest = order[0]
+    if not p.top_k and p.top_p == 1.0:
+        order = sorted(order)  # nothing is cut by rank: tokens are gone through by id
     if p.top_k:
         order = order[: p.top_k]
-    weights = [np.exp(scaled[i] - scaled[order[0]]) for i in order]
+    weights = [np.exp(scaled[i] - scaled[likeliest]) for i in order]
     total = sum(weights)
     kept: list[tuple[int, float]] = []
     mass = 0.0
@@ -51,6 +63,8 @@ def reference(logits: np.ndarray, p: SamplingParams, position: int) -> int:
             break
         kept.append((token, weight / total))
         mass += weight / total
+    best = max(w for _, w in kept)
+    kept = [(token, weight) for token, weight in kept if weight >= p.min_p * best]
     target, reached = uniform(p.seed, position) * sum(w for _, w in kept), 0.0
     for token, weight in kept:
         reached += weight
@@ -65,6 +79,7 @@ def random_params(rng: np.random.Generator) -> SamplingParams:
         top_k=int(rng.choice([0, 1, 2, 7, 1000])),
         top_p=float(rng.choice([1.0, 0.95, 0.5, 0.01])),
         seed=int(rng.integers(2**63)),
+        min_p=float(rng.choice([0.0, 0.0, 0.1, 1.0])),
     )
 
 

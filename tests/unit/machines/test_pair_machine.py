@@ -44,6 +44,7 @@ class Pair(RuleBasedStateMachine):
         ignore_eos=st.booleans(),
         local=st.sampled_from([False, False, True]),
         timeout_s=st.sampled_from([10.0, 1000.0, 1000.0]),
+        num_choices=st.sampled_from([1, 1, 1, 2, 3]),
     )
     def start(
         self,
@@ -55,8 +56,11 @@ class Pair(RuleBasedStateMachine):
         ignore_eos: bool,
         local: bool,
         timeout_s: float,
+        num_choices: int,
     ) -> None:
-        sampling = SamplingParams(max_tokens=max_tokens, seed=seed, ignore_eos=ignore_eos)
+        sampling = SamplingParams(
+            max_tokens=max_tokens, seed=seed, ignore_eos=ignore_eos, num_choices=num_choices
+        )
         self.pair.start((*prefix[:cut], *tail), sampling, local=local, timeout_s=timeout_s)
 
     @precondition(lambda self: self.alive())
@@ -176,7 +180,9 @@ class Pair(RuleBasedStateMachine):
     def too_large(self, request: Any) -> bool:
         prefill, decode = self.pair.sizes
         total = len(request.prompt) + request.sampling.max_tokens - 1
-        return total > decode * 4 or len(request.prompt) > prefill * 4
+        num_spare = request.sampling.num_choices - 1 if len(request.prompt) % 4 else 0
+        num_prompt = -(-len(request.prompt) // 4)
+        return total > decode * 4 or len(request.prompt) > prefill * 4 or num_prompt + num_spare > decode
 
     def worker(self, role: str) -> SimulatedWorker:
         return self.pair.prefill if role == "prefill" else self.pair.decode

@@ -7,8 +7,9 @@ from hypothesis import strategies as st
 from phasor.core.config import SchedulerConfig
 from phasor.core.errors import CapacityError
 from phasor.core.ids import BlockKey, RequestId
-from phasor.core.request import SamplingParams
+from phasor.core.request import SampledToken, SamplingParams
 from phasor.engine.blocks import BlockPool
+from phasor.engine.step import ChunkResult
 from phasor.prefill_worker.scheduler import Arrived, PrefillScheduler, PushPages, Refuse, Released
 
 BLOCK = 4
@@ -29,11 +30,15 @@ def arrived(name: str, tokens: list[int], first_block: int = 0) -> Arrived:
     )
 
 
+def first(push: PushPages) -> int | None:
+    return push.first_tokens[0].token_id if push.first_tokens else None
+
+
 def step(scheduler: PrefillScheduler, now_s: float = 0.0) -> list[PushPages]:
     """Plan and complete one step; each finished prompt samples token 99."""
     chunks, before = scheduler.plan(now_s)
-    sampled = {c.seq.request_id: 99 for c in chunks if c.samples}
-    after = scheduler.complete(chunks, sampled, now_s)
+    results = [ChunkResult((SampledToken(99),) if c.samples else ()) for c in chunks]
+    after = scheduler.complete(chunks, results, now_s)
     scheduler.pool.check()
     return [i for i in [*before, *after] if isinstance(i, PushPages)]
 
@@ -42,7 +47,7 @@ def test_pages_leave_chunk_by_chunk_and_the_last_brings_the_first_token() -> Non
     scheduler = make()
     scheduler.handle(arrived("a", list(range(18))), 1.0)
     pushes = [step(scheduler, now_s) for now_s in (2.0, 3.0, 4.5)]
-    shape = [[(p.first_block, len(p.blocks), p.first_token) for p in push] for push in pushes]
+    shape = [[(p.first_block, len(p.blocks), first(p)) for p in push] for push in pushes]
     assert shape == [[(0, 2, None)], [(2, 2, None)], [(4, 1, 99)]]
     stats = pushes[2][0].stats
     assert stats is not None
@@ -86,7 +91,7 @@ def test_blocks_the_decode_worker_holds_are_not_sent() -> None:
     scheduler = make()
     scheduler.handle(arrived("a", list(range(14)), first_block=3), 0.0)
     pushes = [*step(scheduler), *step(scheduler)]
-    assert [(p.first_block, len(p.blocks), p.first_token) for p in pushes] == [(3, 1, 99)]
+    assert [(p.first_block, len(p.blocks), first(p)) for p in pushes] == [(3, 1, 99)]
 
 
 def test_budget_is_shared_first_come_first_served() -> None:
@@ -125,7 +130,7 @@ def test_a_release_frees_once_in_any_state_and_again_changes_nothing(num_steps: 
         scheduler.handle(Released(RequestId(name)), 0.0)
         scheduler.pool.check()
         assert (scheduler.pool.num_used, scheduler.pool.num_free) == (used, free)
-    tokens = [push.first_token for _ in range(4) for push in step(scheduler)]
+    tokens = [first(push) for _ in range(4) for push in step(scheduler)]
     scheduler.handle(Released(RequestId("other")), 0.0)
     assert 99 in tokens or num_steps == 3, "the other one is not disturbed"
     assert scheduler.pool.num_used == 0 and scheduler.num_running == scheduler.num_waiting == 0

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phasor.core.identity import Identity
-from phasor.core.request import FinishReason, SamplingParams, Timing, Usage
+from phasor.core.request import FinishReason, SamplingParams, Timing, TokenLogprobs, Usage
 from phasor.v1 import inference_pb2 as pb
 from phasor.wire import convert
 
@@ -26,7 +26,17 @@ SAMPLING = st.builds(
     stop=st.lists(TEXT, max_size=4).map(tuple),
     stop_token_ids=st.lists(INT32, max_size=4).map(tuple),
     ignore_eos=st.booleans(),
+    min_p=FLOAT,
+    presence_penalty=FLOAT,
+    frequency_penalty=FLOAT,
+    repetition_penalty=FLOAT,
+    logit_bias=st.dictionaries(INT32, FLOAT, max_size=4).map(lambda bias: tuple(sorted(bias.items()))),
+    min_tokens=INT32,
+    logprobs=st.none() | INT32,
+    prompt_logprobs=st.none() | INT32,
+    num_choices=st.integers(1, 64),
 )
+LOGPROBS = st.builds(TokenLogprobs, FLOAT, st.lists(st.tuples(INT32, FLOAT), max_size=3).map(tuple))
 USAGE = st.builds(
     Usage,
     prompt_tokens=INT32,
@@ -65,6 +75,17 @@ IDENTITY = st.builds(
 def test_sampling_parameters_survive_the_wire(params: SamplingParams) -> None:
     message = pb.SamplingParams.FromString(convert.sampling_to_pb(params).SerializeToString())
     assert convert.sampling_from_pb(message) == params
+
+
+@given(LOGPROBS)
+def test_log_probabilities_survive_the_wire(logprobs: TokenLogprobs) -> None:
+    message = pb.TokenLogprobs.FromString(convert.logprobs_to_pb(logprobs).SerializeToString())
+    assert convert.logprobs_from_pb(message) == logprobs
+
+
+def test_log_probabilities_for_some_tokens_only_are_refused() -> None:
+    with pytest.raises(ValueError, match="shorter"):
+        convert.sampled_from_pb([1, 2], [pb.TokenLogprobs(logprob=-1.0)])
 
 
 @given(USAGE)
@@ -117,4 +138,8 @@ def test_a_zero_that_was_set_is_not_taken_for_unset() -> None:
 )
 def test_message_and_type_have_the_same_fields(cls: type, message: type[pb.Usage]) -> None:
     # A field added to one of the two and forgotten in the other would be dropped on the way.
-    assert {field.name for field in fields(cls)} == set(message.DESCRIPTOR.fields_by_name)
+    ours, wires = {field.name for field in fields(cls)}, set(message.DESCRIPTOR.fields_by_name)
+    if cls is SamplingParams:
+        # `n` is the number of replies to make; what of them a client is shown stays at the router.
+        ours, wires = ours - {"num_choices"}, wires - {"n", "best_of", "echo"}
+    assert ours == wires
