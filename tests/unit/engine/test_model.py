@@ -35,7 +35,7 @@ def edit(folder: Path, **values: Any) -> None:
 
 
 def test_missing_folder(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="nowhere.*is not a folder"):
+    with pytest.raises(ConfigError, match=r"nowhere.*is not a folder"):
         load(tmp_path / "nowhere", tmp_path)
 
 
@@ -78,7 +78,7 @@ def test_other_features(folder: Path, tmp_path: Path, values: dict[str, Any], na
 def test_truncated_weights(folder: Path, tmp_path: Path, keep: int) -> None:
     weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:keep])
-    with pytest.raises(ConfigError, match="cannot be loaded.*fetch or save the model again"):
+    with pytest.raises(ConfigError, match=r"cannot be loaded.*fetch or save the model again"):
         load(folder, tmp_path)
 
 
