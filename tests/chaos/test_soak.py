@@ -104,7 +104,7 @@ def test_soak(running: Cluster) -> None:
     probe = Kind(tuple(PROBE[0].encode()), greedy(PROBE[1]), local=False)
     expected_probe = solo(running.address, probe)
     plan = [
-        (random_.randrange(NUM_KINDS), random_.uniform(0, 0.4) if random_.random() < ABORTED else None)
+        (random_.randrange(NUM_KINDS), random_.uniform(0, 0.25) if random_.random() < ABORTED else None)
         for _ in range(NUM_REQUESTS)
     ]
 

@@ -1,7 +1,11 @@
 """Faults of the link between two real workers: the request fails in seconds, honestly, and nothing stays behind."""
 
+import random
+import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -132,6 +136,41 @@ def test_a_rendezvous_that_nobody_answers(running: FaultyCluster) -> None:
     assert generate(running.address, prompt_of("deaf"), greedy(12)).token_ids == expected(
         running, prompt_of("deaf")
     )
+
+
+def test_links_that_break_all_the_time(running: FaultyCluster) -> None:
+    """B2, B11, D2: eight clients, and the sockets are cut every few blocks: right answers or UNAVAILABLE, no hang."""
+    random_ = random.Random(11)
+    prompts = [prompt_of(f"{n}x") + "#" * (7 * n) for n in range(8)]
+    alone = [expected(running, prompt, 16) for prompt in prompts]
+    stop = threading.Event()
+    codes: Counter[grpc.StatusCode] = Counter()
+
+    def cut() -> None:
+        while not stop.wait(random_.uniform(0.02, 0.2)):
+            if not running.faults.is_on("cut"):
+                running.faults.put("cut", str(random_.randrange(12)))
+
+    def client(number: int) -> None:
+        for _ in range(12):
+            stream = Stream(running.address, prompts[number], greedy(16))
+            stream.end(20)
+            codes[stream.code] += 1
+            assert stream.code in (grpc.StatusCode.OK, LOST), stream.details
+            if stream.code is grpc.StatusCode.OK:
+                assert stream.token_ids == alone[number]
+
+    cutting = threading.Thread(target=cut, daemon=True)
+    cutting.start()
+    try:
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            list(pool.map(client, range(len(prompts))))
+    finally:
+        stop.set()
+        cutting.join(5)
+    assert codes[LOST] > 3, codes
+    running.faults.lift_all()
+    running.cluster.wait_baseline()
 
 
 def test_the_first_request_after_an_idle_time_works(running: FaultyCluster) -> None:

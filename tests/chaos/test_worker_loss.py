@@ -24,7 +24,7 @@ FAILS_WITHIN_S = 5.0
 @pytest.fixture(scope="module")
 def fleet() -> Iterator[Cluster]:
     """For what everybody survives."""
-    with cluster(TINY_FOLDER, num_prefill=2, num_decode=2, worker_args=ARGS) as running:
+    with cluster(TINY_FOLDER, num_prefill=1, num_decode=2, worker_args=ARGS) as running:
         yield running
 
 

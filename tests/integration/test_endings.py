@@ -13,6 +13,7 @@ import grpc
 import pytest
 
 from phasor.v1 import inference_pb2 as pb
+from phasor.v1 import worker_pb2, worker_pb2_grpc
 from tests.helpers.calls import generate, greedy
 from tests.helpers.cluster import ROOT
 from tests.helpers.faults import FaultyCluster, faulty_cluster
@@ -33,7 +34,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FaultyCluster]
     with faulty_cluster(
         tmp_path_factory.mktemp("faults"),
         worker_args=ARGS,
-        prefill_args=("--max-running", "1", "--max-waiting", "1"),
+        prefill_args=("--max-running", "1", "--max-waiting", "1", "--max-model-len", "120"),
         decode_args=("--max-running", "3", "--max-waiting", "2"),
     ) as started:
         yield started
@@ -227,6 +228,21 @@ def test_a_full_decode_queue_refuses_by_name(running: FaultyCluster) -> None:
     for stream in streams:
         stream.end(20)
         assert stream.code is grpc.StatusCode.OK, stream.details
+    running.cluster.wait_baseline()
+
+
+def test_a_prompt_that_only_the_decode_worker_can_read(running: FaultyCluster) -> None:
+    """B1: longer than P's max_model_len. The router knows and asks D alone; P itself refuses, whoever asks."""
+    long = prompt(500, 130)
+    reply = generate(running.address, long, greedy(6))
+    assert reply.finished is not None and reply.finished.prefill_worker == ""
+    assert (reply.usage.decode_computed_tokens, len(reply.token_ids)) == (130, 6)
+    with grpc.insecure_channel(running.cluster.prefill[0].address) as channel:
+        request = worker_pb2.PrefillRequest(request_id="direct", token_ids=long, timeout_s=5)
+        with pytest.raises(grpc.RpcError) as caught:
+            worker_pb2_grpc.WorkerStub(channel).Prefill(request, timeout=5)
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT  # type: ignore[attr-defined]
+    assert "120" in caught.value.details()  # type: ignore[attr-defined]
     running.cluster.wait_baseline()
 
 

@@ -1,10 +1,12 @@
 """One prefill and one decode worker as real processes on the tiny model: everything that needs no large model."""
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 import pytest
 
+from phasor.v1 import inference_pb2 as pb
 from tests.helpers.calls import generate, generate_together, greedy
 from tests.helpers.cluster import Cluster, cluster
 from tests.helpers.models import TINY_FOLDER
@@ -64,8 +66,6 @@ def test_stop_string_ends_the_reply_before_it(pair: Cluster) -> None:
 
 
 def test_a_seed_gives_the_same_reply_alone_and_in_company(pair: Cluster) -> None:
-    from phasor.v1 import inference_pb2 as pb
-
     sampling = pb.SamplingParams(temperature=0.9, top_k=40, top_p=0.95, seed=1234, max_tokens=30)
     alone = generate(pair.address, "for i in ", sampling)
     prompts = [list(b"for i in "), list(b"while True:"), list(b"try:\n"), list(b"return ")]
@@ -76,7 +76,7 @@ def test_a_seed_gives_the_same_reply_alone_and_in_company(pair: Cluster) -> None
 
 
 def test_pressure_preempts_and_changes_no_answer() -> None:
-    """A pool for little more than one sequence: eight together must be read again now and then."""
+    """A pool for little more than one sequence: twelve together, greedy and seeded, are read again now and then."""
     args = (
         "--kv-memory",
         "600KiB",
@@ -89,9 +89,15 @@ def test_pressure_preempts_and_changes_no_answer() -> None:
     )
     texts = [f"def function_{i}(argument):\n" for i in range(8)]
     with cluster(TINY_FOLDER, worker_args=args) as running:
-        replies = generate_together(running.address, [list(t.encode()) for t in texts], greedy(100))
+        seeded = [pb.SamplingParams(temperature=0.9, top_p=0.95, seed=n, max_tokens=100) for n in range(4)]
+        alone = [generate(running.address, texts[n], seeded[n]).token_ids for n in range(4)]
+        assert running.counts(running.decode[0]).num_preemptions_total == 0
+        with ThreadPoolExecutor(4) as pool:
+            together = pool.map(lambda n: generate(running.address, texts[n], seeded[n]), range(4))
+            replies = generate_together(running.address, [list(t.encode()) for t in texts], greedy(100))
         for text, reply in zip(texts, replies, strict=True):
             assert_tokens_equal(text, reference(text, 100), reply.token_ids)
+        assert [reply.token_ids for reply in together] == alone
         assert running.counts(running.decode[0]).num_preemptions_total > 0
         running.wait_baseline(*running.prefill, *running.decode)
 

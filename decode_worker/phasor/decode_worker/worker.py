@@ -163,7 +163,6 @@ class DecodeWorker(WorkerService):
                 # The one release path of this side: cancel, error, deadline and normal end all pass here.
                 self._requests.pop(request_id, None)
                 self._engine.submit(Released(request_id))
-                self.unclaim(request_id)
 
     def _enter(self, request_id: RequestId, sampling: SamplingParams, timeout_s: float) -> _Request:
         stop_token_ids = set(sampling.stop_token_ids)

@@ -43,7 +43,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         self._server: grpc.aio.Server = new_server()
         self._health = health.aio.HealthServicer()
         self._host: EngineHost | None = None
-        self._open: set[RequestId] = set()
+        self._num_claimed = 0
         self._engine_started = False
         self.num_leaked_blocks = 0
 
@@ -142,26 +142,20 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         return self.counts()
 
     def claim(self, request_id: str, incarnation: str) -> RequestId:
-        """Take a request in, or say why not. The caller gives it back with `unclaim`.
+        """Return the id under which a call is known inside this worker; no other call ever has it.
+
+        A client may use its own id again as soon as it has left. The engine still works for the call before then,
+        and a token of that must not find its way into the new one.
 
         Raises:
             WorkerLostError: the router means a worker that this one has replaced.
-            InvalidRequestError: the id is in use here.
         """
         if incarnation and incarnation != self.incarnation:
             raise WorkerLostError(
                 f"this worker is {self.incarnation}, not {incarnation}: it was restarted; ask again"
             )
-        if request_id in self._open:
-            raise InvalidRequestError(
-                "request_id", request_id, "is in use by a running request; leave it empty"
-            )
-        self._open.add(RequestId(request_id))
-        return RequestId(request_id)
-
-    def unclaim(self, request_id: RequestId) -> None:
-        """Forget a request that has ended here."""
-        self._open.discard(request_id)
+        self._num_claimed += 1
+        return RequestId(f"{request_id}#{self._num_claimed}")
 
     def check_tokens(self, token_ids: Any) -> tuple[int, ...]:
         """Return the prompt as a tuple, checked against vocabulary and length: peers are not trusted either.

@@ -273,7 +273,9 @@ class TicketBook:
         return replaced
 
     def _announced(self, event: Announced) -> list[Instruction]:
-        wrong = self._count(event) or self._shape_error(event)
+        wrong = self._count(event)
+        if wrong is None:
+            wrong = self._shape_error(event)
         if wrong is not None:
             return self._end(event.link_id, TransferError(wrong)) if wrong else []
         chunk = _Chunk(event.ticket_id, event.num_bytes)

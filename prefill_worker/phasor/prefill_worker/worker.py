@@ -102,8 +102,6 @@ class PrefillWorker(WorkerService):
             except TimeoutError as exc:
                 message = f"{request_id}: reading the prompt took longer than {request.timeout_s:.1f} s"
                 raise DeadlineExceededError(message) from exc
-            finally:
-                self.unclaim(request_id)
         raise AssertionError("unreachable: errors_to_status aborts the call")
 
     async def _prefill(
