@@ -28,9 +28,27 @@ def token_logprobs(
     most = max(num_top)
     if most == 0:
         return [TokenLogprobs(logprob) for logprob in chosen]
-    values, ids = logits.topk(most, dim=-1)
+    values, ids = likeliest_tokens(logits, most)
     tops = (values - norms[:, None]).tolist()
     return [
         TokenLogprobs(logprob, tuple(zip(row_ids[:num], row_values[:num], strict=True)))
         for logprob, num, row_ids, row_values in zip(chosen, num_top, ids.tolist(), tops, strict=True)
     ]
+
+
+def likeliest_tokens(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the `count` largest logits of each row and their ids, `[n, count]`: falling, ties by rising id."""
+    run, vocab_size = 64, logits.shape[-1]
+    if vocab_size % run or count * run >= vocab_size:
+        values, ids = logits.topk(count, dim=-1)
+    else:
+        # The largest `count` lie in the `count` runs with the largest maxima: far fewer tokens to sort.
+        runs = logits.view(logits.shape[0], -1, run)
+        best = runs.amax(-1).topk(count, dim=-1).indices
+        inside = runs.gather(1, best[:, :, None].expand(-1, -1, run)).flatten(1)
+        values, index = inside.topk(count, dim=-1)
+        ids = best.gather(1, index // run) * run + index % run
+    # "The first k" must be well defined.
+    ids, order = ids.sort(dim=-1)
+    values, order = values.gather(-1, order).sort(dim=-1, descending=True, stable=True)
+    return values, ids.gather(-1, order)

@@ -15,12 +15,12 @@ import torch.nn.functional as F  # noqa: N812
 
 from phasor.core.request import SampledToken, SamplingParams
 from phasor.engine.logit_rules import TokenDraw, apply_rules
-from phasor.engine.logprobs import token_logprobs
+from phasor.engine.logprobs import likeliest_tokens, token_logprobs
 
 _RUN = 256
 """Tokens whose weights are summed at once where tokens are not sorted."""
-_NUCLEUS = 512
-"""Likeliest tokens that are sorted for top_p at first; all are where these do not reach it."""
+_NUCLEUS = 256
+"""Likeliest tokens that are sorted for top_p at first; more are where these do not reach it."""
 
 
 def uniform(seed: int, position: int) -> float:
@@ -86,37 +86,51 @@ def _num_sorted(params: SamplingParams, vocab_size: int) -> int:
 def _draw(
     logits: torch.Tensor, params: Sequence[SamplingParams], numbers: Sequence[float], num_sorted: int
 ) -> list[int]:
+    # Passes over [n, vocab] are what this costs: few of them, in place, and no masks where none are needed.
     temperature = torch.tensor([p.temperature for p in params], dtype=torch.float32, device=logits.device)
-    scaled = (logits - logits.amax(-1, keepdim=True)) / temperature[:, None]
+    top = logits.amax(-1, keepdim=True)
     u = torch.tensor(numbers, dtype=torch.float64, device=logits.device)
     min_p = torch.tensor([p.min_p for p in params], dtype=torch.float64, device=logits.device)
     if num_sorted == 0:
-        return _draw_by_id(scaled, min_p, u)
+        weights = (logits - top).div_(temperature[:, None]).exp_()
+        return _draw_by_id(weights, min_p, u)
     top_k = torch.tensor([p.top_k for p in params], dtype=torch.int64, device=logits.device)
     top_p = torch.tensor([p.top_p for p in params], dtype=torch.float64, device=logits.device)
-    tokens, short = _draw_by_rank(scaled, top_k, top_p, min_p, u, num_sorted)
-    if short:
-        again, _ = _draw_by_rank(
-            scaled[short], top_k[short], top_p[short], min_p[short], u[short], scaled.shape[-1]
-        )
-        for row, token in zip(short, again, strict=True):
-            tokens[row] = token
-    return tokens
+    values, ids = likeliest_tokens(logits, num_sorted)
+    weights = (values - top).div_(temperature[:, None]).double().exp_()
+    weights = weights.masked_fill_(_ranks(weights) >= torch.where(top_k > 0, top_k, num_sorted)[:, None], 0.0)
+    totals = weights.sum(-1)
+    if not all(p.top_k for p in params):
+        everything = (logits - top).div_(temperature[:, None]).exp_().sum(-1).double()
+        short = ((totals < top_p * everything) & (top_k == 0)).nonzero()[:, 0].tolist()
+        totals = torch.where(top_k > 0, totals, everything)
+        if short and num_sorted < logits.shape[-1]:
+            tokens = _draw_by_rank(weights, ids, top_p * totals, min_p, u)
+            rest = [params[row] for row in short]
+            again = _draw(
+                logits[short], rest, [numbers[row] for row in short], min(16 * num_sorted, logits.shape[-1])
+            )
+            for row, token in zip(short, again, strict=True):
+                tokens[row] = token
+            return tokens
+    return _draw_by_rank(weights, ids, top_p * totals, min_p, u)
 
 
-def _draw_by_id(scaled: torch.Tensor, min_p: torch.Tensor, u: torch.Tensor) -> list[int]:
-    """Draw from all tokens, in order of id: sums of runs first, then inside one run."""
-    num_rows = scaled.shape[0]
-    weights = scaled.exp()
-    weights = weights.masked_fill(weights < min_p[:, None], 0.0)
-    runs = F.pad(weights, (0, -weights.shape[-1] % _RUN)).view(num_rows, -1, _RUN)
+def _draw_by_id(weights: torch.Tensor, min_p: torch.Tensor, u: torch.Tensor) -> list[int]:
+    """Draw from all tokens, in order of id: sums of runs first, then inside one run. The likeliest weighs 1."""
+    num_rows, vocab_size = weights.shape
+    if bool((min_p > 0).any()):
+        weights = weights * (weights >= min_p[:, None])
+    if vocab_size % _RUN:
+        weights = F.pad(weights, (0, -vocab_size % _RUN))
+    runs = weights.view(num_rows, -1, _RUN)
     # float64: a running sum of 50,000 float32 weights is off by more than many a tail's mass.
-    sums = runs.sum(-1, dtype=torch.float64)
+    sums = runs.sum(-1).double()
     ends = sums.cumsum(-1)
     target = u[:, None] * ends[:, -1:]
     # Rounding may reach the very end: step back to the last run, and in it the last token, that has any weight.
     run = torch.minimum((ends <= target).sum(-1), _last_positive(sums))
-    each = torch.arange(num_rows, device=scaled.device)
+    each = torch.arange(num_rows, device=weights.device)
     inside = runs[each, run].double()
     before = (ends - sums)[each, run]
     index = ((inside.cumsum(-1) + before[:, None]) <= target).sum(-1)
@@ -126,33 +140,22 @@ def _draw_by_id(scaled: torch.Tensor, min_p: torch.Tensor, u: torch.Tensor) -> l
 
 
 def _draw_by_rank(
-    scaled: torch.Tensor,
-    top_k: torch.Tensor,
-    top_p: torch.Tensor,
-    min_p: torch.Tensor,
-    u: torch.Tensor,
-    num_sorted: int,
-) -> tuple[list[int], list[int]]:
-    """Draw from the likeliest tokens; also return the rows whose top_p needs more than `num_sorted` of them."""
-    values, ids = scaled.topk(num_sorted, dim=-1)
-    # Falling logit, ties by rising id, so that "the first k" is well defined.
-    ids, order = ids.sort(dim=-1)
-    values, order = values.gather(-1, order).sort(dim=-1, descending=True, stable=True)
-    ids = ids.gather(-1, order)
-    ranks = torch.arange(num_sorted, device=scaled.device)[None, :]
-    weights = values.double().exp()
-    weights = weights.masked_fill((top_k[:, None] > 0) & (ranks >= top_k[:, None]), 0.0)
+    weights: torch.Tensor, ids: torch.Tensor, reached: torch.Tensor, min_p: torch.Tensor, u: torch.Tensor
+) -> list[int]:
+    """Draw from `[n, m]` float64 weights of the likeliest tokens, until whose sum reaches `reached` they are kept."""
     cumulative = weights.cumsum(-1)
-    total = torch.where(top_k > 0, cumulative[:, -1], scaled.exp().sum(-1, dtype=torch.float64))
-    reached = top_p * total
-    short = (top_k == 0) & (cumulative[:, -1] < reached) & (num_sorted < scaled.shape[-1])
     # A token is kept while the mass before it is short of top_p; the likeliest always is.
-    cut = ((cumulative - weights) >= reached[:, None]) & (ranks > 0)
+    cut = ((cumulative - weights) >= reached[:, None]) & (_ranks(weights) > 0)
     weights = weights.masked_fill(cut | (weights < min_p[:, None]), 0.0)
     cumulative = weights.cumsum(-1)
     index = (cumulative <= u[:, None] * cumulative[:, -1:]).sum(-1)
     index = torch.minimum(index, _last_positive(weights))
-    return ids.gather(-1, index[:, None])[:, 0].tolist(), short.nonzero()[:, 0].tolist()
+    chosen: list[int] = ids.gather(-1, index[:, None])[:, 0].tolist()
+    return chosen
+
+
+def _ranks(weights: torch.Tensor) -> torch.Tensor:
+    return torch.arange(weights.shape[-1], device=weights.device)[None, :]
 
 
 def _last_positive(weights: torch.Tensor) -> torch.Tensor:

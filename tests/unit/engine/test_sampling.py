@@ -12,6 +12,7 @@ import torch
 
 from phasor.core.request import SamplingParams
 from phasor.engine.logit_rules import TokenDraw
+from phasor.engine.logprobs import likeliest_tokens
 from phasor.engine.sampling import sample as sample_tokens
 from phasor.engine.sampling import uniform
 
@@ -129,3 +130,25 @@ def test_frequencies_follow_softmax() -> None:
     for token, share in enumerate((row / temperature).softmax(0).tolist()):
         deviation = (num * share * (1 - share)) ** 0.5
         assert abs(counts[token] - num * share) < 4 * deviation, (token, counts[token], num * share)
+
+
+@pytest.mark.parametrize("vocab_size", [64 * 40, 1000])
+@pytest.mark.parametrize("count", [1, 20, 39])
+def test_likeliest_tokens_are_in_order_and_ties_too(vocab_size: int, count: int) -> None:
+    logits = torch.randint(-40, 40, (5, vocab_size), generator=torch.Generator().manual_seed(7)).float()
+    logits[:, 3::7] += torch.rand(5, len(range(3, vocab_size, 7)), generator=torch.Generator().manual_seed(8))
+    values, ids = likeliest_tokens(logits, count)
+    assert torch.equal(values, logits.topk(count).values) and torch.equal(logits.gather(-1, ids), values)
+    for row_values, row_ids in zip(values.tolist(), ids.tolist(), strict=True):
+        pairs = [(-value, token) for value, token in zip(row_values, row_ids, strict=True)]
+        assert pairs == sorted(pairs)
+
+
+def test_a_nucleus_wider_than_what_is_sorted_first() -> None:
+    """A flat distribution over 20,000 tokens: every stage of widening, against the reference."""
+    rng = np.random.default_rng(3)
+    for top_p in (0.2, 0.9, 0.9999):
+        logits = (rng.standard_normal((2, 20_000)) * 0.3).astype(np.float32)
+        params = [SamplingParams(top_p=top_p, seed=n) for n in range(2)]
+        want = [reference(row, p, 50) for row, p in zip(logits, params, strict=True)]
+        assert sample(torch.from_numpy(logits), params, [50, 50]) == want
