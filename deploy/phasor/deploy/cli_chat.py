@@ -84,6 +84,10 @@ def _generate(
     temperature: options.Temperature = 0.0,
     top_k: options.TopK = None,
     top_p: options.TopP = None,
+    min_p: options.MinP = None,
+    presence_penalty: options.PresencePenalty = None,
+    frequency_penalty: options.FrequencyPenalty = None,
+    repetition_penalty: options.RepetitionPenalty = None,
     seed: options.Seed = None,
     max_tokens: options.MaxTokens = options.CLI_MAX_TOKENS,
     stop: options.Stop = None,
@@ -101,12 +105,18 @@ def _generate(
         phasor generate "def fibonacci(n):" --stop "def "
 
         phasor generate - -t 0.8 < story.txt
+
+        phasor generate "Once" -t 1 --min-p 0.05 --repetition-penalty 1.1
     """
     text = sys.stdin.read() if prompt == "-" else prompt
     sampling: SamplingOptions = {
         "temperature": temperature,
         "top_k": top_k,
         "top_p": top_p,
+        "min_p": min_p,
+        "presence_penalty": presence_penalty,
+        "frequency_penalty": frequency_penalty,
+        "repetition_penalty": repetition_penalty,
         "seed": seed,
         "max_tokens": max_tokens,
         "stop": stop,

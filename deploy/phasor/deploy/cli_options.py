@@ -23,6 +23,18 @@ TopK = Annotated[int | None, typer.Option(help="Sample among the k likeliest tok
 TopP = Annotated[
     float | None, typer.Option(help="Sample among the likeliest tokens that together reach this probability.")
 ]
+MinP = Annotated[
+    float | None, typer.Option(help="Drop tokens less likely than this share of the likeliest one.")
+]
+PresencePenalty = Annotated[
+    float | None, typer.Option(help="Taken off tokens that the reply contains; -2 to 2.")
+]
+FrequencyPenalty = Annotated[
+    float | None, typer.Option(help="Taken off tokens as often as the reply contains them; -2 to 2.")
+]
+RepetitionPenalty = Annotated[
+    float | None, typer.Option(help="Above 1: tokens of prompt and reply become less likely.")
+]
 Seed = Annotated[int | None, typer.Option(help="The same seed gives the same reply.")]
 MaxTokens = Annotated[int, typer.Option(help="At most this many new tokens.")]
 Stop = Annotated[
@@ -34,8 +46,12 @@ __all__ = [
     "CLI_MAX_TOKENS",
     "DEFAULT_ADDRESS",
     "Address",
+    "FrequencyPenalty",
     "MaxTokens",
+    "MinP",
     "Model",
+    "PresencePenalty",
+    "RepetitionPenalty",
     "Seed",
     "Stop",
     "Temperature",
