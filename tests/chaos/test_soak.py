@@ -63,16 +63,17 @@ def draw_kinds(random_: random.Random) -> list[Kind]:
                 top_p=random_.choice([0.8, 0.95, 1.0]),
                 seed=random_.randrange(2**63),
                 max_tokens=max_tokens,
+                n=random_.choice([1, 1, 1, 3]),
             )
         kinds.append(Kind(tuple(prompt.encode()), sampling, local=random_.random() < 0.15))
     return kinds
 
 
-def solo(address: str, kind: Kind) -> list[int]:
+def solo(address: str, kind: Kind) -> dict[int, list[int]]:
     stream = Stream(address, kind.prompt, kind.sampling, local=kind.local)
     stream.end(30)
     assert stream.code is grpc.StatusCode.OK, stream.details
-    return stream.token_ids
+    return stream.replies
 
 
 @pytest.fixture(scope="module")
@@ -85,18 +86,19 @@ def running() -> Iterator[Cluster]:
     assert not [process for process in family if process.is_running()], "a process outlived its cluster"
 
 
-def check_answer(kind: Kind, expected: list[int], stream: Stream, name: str) -> None:
+def check_answer(kind: Kind, expected: dict[int, list[int]], stream: Stream, name: str) -> None:
     assert stream.code is grpc.StatusCode.OK, (name, stream.code, stream.details)
-    if stream.token_ids == expected:
+    if stream.replies == expected:
         return
-    assert kind.sampling.temperature == 0, f"{name}: {stream.token_ids} instead of {expected}"
+    assert kind.sampling.temperature == 0, f"{name}: {stream.replies} instead of {expected}"
     prompts = {"p": list(kind.prompt)}
     reference = GreedyReference.of_prompts(TINY_FOLDER, prompts, num_new=kind.sampling.max_tokens)["p"]
     assert_tokens_equal(name, reference, stream.token_ids)
 
 
 def test_soak(running: Cluster) -> None:
-    """A8 and the issue's soak: mixed lengths, greedy and seeded, preemption, aborts, and a probe in between."""
+    """A8, A13 and the issue's soak: mixed lengths, greedy and seeded, one reply and three, preemption, aborts, and a
+    probe in between."""
     sys.stdout.write(f"soak seed: {SEED} (replay with PHASOR_SOAK_SEED={SEED})\n")
     random_ = random.Random(SEED)
     kinds = draw_kinds(random_)
@@ -118,7 +120,8 @@ def test_soak(running: Cluster) -> None:
             stream.cancel()
         stream.end(60)
         if leave_after_s is not None and stream.code is grpc.StatusCode.CANCELLED:
-            assert stream.token_ids == expected[index][: len(stream.token_ids)]
+            for choice, tokens in stream.replies.items():
+                assert tokens == expected[index][choice][: len(tokens)], f"seed {SEED}, request {number}"
             return True
         check_answer(kind, expected[index], stream, f"seed {SEED}, request {number}")
         if number % 50 == 0:

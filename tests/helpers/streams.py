@@ -38,6 +38,9 @@ class Stream:
         self.first = threading.Event()
         """Set with the first delta, or with the end."""
         self.token_ids: list[int] = []
+        """Of all replies, as they came."""
+        self.replies: dict[int, list[int]] = {}
+        """Token ids of each reply."""
         self.finished: pb.Finished | None = None
         self.error: grpc.RpcError | None = None
         self._thread = threading.Thread(target=self._read, daemon=True)
@@ -79,7 +82,9 @@ class Stream:
                 if response.HasField("finished"):
                     self.finished = response.finished
                 else:
-                    self.token_ids.extend(response.delta.token_ids)
+                    delta = response.delta
+                    self.token_ids.extend(delta.token_ids)
+                    self.replies.setdefault(delta.index, []).extend(delta.token_ids)
                 self.first.set()
         except grpc.RpcError as exc:
             self.error = exc

@@ -118,6 +118,24 @@ def left_in_decode(running: FaultyCluster, number: int) -> None:
     stream.end(5)
 
 
+def left_with_several_replies(running: FaultyCluster, number: int) -> None:
+    """A13, H4: three replies to one prompt, left in the hand-over, after the fork, and not at all."""
+    sampling = pb.SamplingParams(temperature=1.0, seed=number, max_tokens=40, n=3, ignore_eos=True)
+    running.faults.put("stall")
+    stream = Stream(running.address, prompt(number, 41), sampling)
+    running.until_counts(running.cluster.prefill[0], lambda c: c.num_running == 1, "its prefill")
+    stream.cancel()
+    stream.end(5)
+    running.faults.lift("stall")
+    stream = Stream(running.address, prompt(number, 41), sampling)
+    assert stream.first.wait(10)
+    stream.cancel()
+    stream.end(5)
+    stream = Stream(running.address, prompt(number, 41), sampling)
+    stream.end(20)
+    assert stream.code is grpc.StatusCode.OK and len(stream.token_ids) == 3 * 40, stream.details
+
+
 def deadline_in_prefill(running: FaultyCluster, number: int) -> None:
     stream = prefilling(running, number, timeout_s=0.6)
     stream.end(5)
@@ -169,6 +187,7 @@ ENDINGS: list[Callable[[FaultyCluster, int], None]] = [
     left_in_the_queue,
     left_in_prefill,
     left_in_decode,
+    left_with_several_replies,
     deadline_in_prefill,
     deadline_in_decode,
     broken_transfer,

@@ -56,3 +56,17 @@ def test_links_between_documents_lead_somewhere(document: str) -> None:
 def test_the_readme_shows_the_two_commands() -> None:
     named = MAKE_COMMAND.findall((REPOSITORY / "README.md").read_text(encoding="utf-8"))
     assert {"demo", "test"} <= set(named)
+
+
+def test_every_test_that_the_cases_name_exists() -> None:
+    """docs/cases.md names a file in backticks, and pieces of its tests' names in brackets behind it."""
+    text = (REPOSITORY / "docs" / "cases.md").read_text(encoding="utf-8")
+    named = re.findall(r"`((?:\w+/)+test_\w+\.py)`(?: \(([^)]*)\))?", text)
+    assert len(named) > 30
+    missing = []
+    for file, inside in named:
+        path = REPOSITORY / "tests" / file
+        source = path.read_text(encoding="utf-8") if path.exists() else ""
+        pieces = ["def ", *re.findall(r"`(\w+)`", inside)]
+        missing += [f"{file}: {piece}" for piece in pieces if piece not in source]
+    assert missing == []
