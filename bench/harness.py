@@ -11,7 +11,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import metadata
@@ -54,7 +54,7 @@ def measure(run: Callable[[], object], *, num_operations: int, budget_s: float, 
         start_s = time.perf_counter()
         run()
         samples.append((time.perf_counter() - start_s) / num_operations)
-    return _spread(samples)
+    return spread_of(samples)
 
 
 def measure_interleaved(
@@ -78,7 +78,7 @@ def measure_interleaved(
             start_s = time.perf_counter()
             run()
             samples[name].append(time.perf_counter() - start_s)
-    return {name: _spread(taken) for name, taken in samples.items()}
+    return {name: spread_of(taken) for name, taken in samples.items()}
 
 
 def constant(seconds: float) -> Spread:
@@ -94,6 +94,9 @@ def report(
     *,
     baseline_name: str,
     goal_ratio: float | None = None,
+    unit: str = "us per operation",
+    scale: float = 1e6,
+    more: dict[str, float] | None = None,
 ) -> None:
     """Print one row: the measurement, what it is compared with, and everything needed to repeat it.
 
@@ -104,13 +107,17 @@ def report(
         baseline: what it is divided by.
         baseline_name: what that is.
         goal_ratio: what the ratio should be at most, where there is a goal.
+        unit: of p20, p50, p80 and baseline_p50.
+        scale: what the spreads are multiplied by to be in that unit.
+        more: further results, by a name with its unit.
     """
     row = {
         "name": name,
-        "unit": "us per operation",
-        **{f"p{p}": round(getattr(spread, f"p{p}_s") * 1e6, 4) for p in (20, 50, 80)},
+        "unit": unit,
+        **{f"p{p}": round(getattr(spread, f"p{p}_s") * scale, 4) for p in (20, 50, 80)},
         "baseline": baseline_name,
-        "baseline_p50": round(baseline.p50_s * 1e6, 4),
+        "baseline_p50": round(baseline.p50_s * scale, 4),
+        **(more or {}),
         "ratio": round(spread.p50_s / baseline.p50_s, 3),
         **({} if goal_ratio is None else {"goal_ratio": round(goal_ratio, 3)}),
         "config": config,
@@ -130,9 +137,18 @@ def arguments(description: str) -> argparse.Namespace:
     return parsed
 
 
-def _spread(samples: list[float]) -> Spread:
+def spread_of(samples: Sequence[float]) -> Spread:
+    """Return the percentiles of at least two samples, in seconds."""
     fifths = statistics.quantiles(samples, n=5)
     return Spread(p20_s=fifths[0], p50_s=statistics.median(samples), p80_s=fifths[3])
+
+
+def cpu_name() -> str:
+    """Return what the processor calls itself, such as "AMD EPYC 9R45"; its architecture where it has no name."""
+    listing = Path("/proc/cpuinfo")
+    lines = listing.read_text(encoding="utf-8").splitlines() if listing.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names and names[0] else platform.machine()
 
 
 def _setting() -> dict[str, str]:
@@ -141,6 +157,7 @@ def _setting() -> dict[str, str]:
     ).stdout.strip()
     return {
         "device": f"{platform.machine()}, {os.cpu_count()} cores",
+        "cpu": cpu_name(),
         "python": platform.python_version(),
         "torch": metadata.version("torch") if "torch" in sys.modules else "",
         "commit": commit,
