@@ -9,12 +9,24 @@ import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from phasor.core.errors import ConfigError
+from phasor.core.logs import LogFormat
 
 Seconds = Annotated[float, Field(gt=0, le=3600)]
 Port = Annotated[int, Field(ge=0, le=65535)]
+
+
+def _check_metrics_port(value: object) -> object:
+    number = int(value) if isinstance(value, str) and value.isdecimal() else value
+    if number != "off" and not (type(number) is int and 0 <= number <= 65535):
+        raise ValueError("give a port, 0 for a free one, or off")
+    return number
+
+
+MetricsPort = Annotated[int | Literal["off"], BeforeValidator(_check_metrics_port)]
+"""Where Prometheus reads a process; 0 takes a free port, "off" serves nothing."""
 
 _BYTES = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?\s*$", re.IGNORECASE)
 _UNITS = {
@@ -92,6 +104,10 @@ class WorkerConfig(Section):
     host: str = "127.0.0.1"
     port: Port = 0
     """gRPC port; 0 takes a free one."""
+    metrics_port: MetricsPort = 0
+    """Port of /metrics; 0 takes a free one, "off" serves none."""
+    log_format: LogFormat = "text"
+    """Lines for people ("text", logfmt) or for programs ("json")."""
 
 
 class RouterConfig(Section):
@@ -107,6 +123,10 @@ class RouterConfig(Section):
     """How long a worker may take to answer that it admitted a request, once it has room."""
     max_in_flight: Annotated[int, Field(ge=1)] = 512
     """Requests inside Phasor at most; more are refused."""
+    metrics_port: MetricsPort = 0
+    """Port of /metrics; 0 takes a free one, "off" serves none. Under `phasor serve` "off" is for workers too."""
+    log_format: LogFormat = "text"
+    """Lines for people ("text", logfmt) or for programs ("json"). Under `phasor serve` workers follow."""
 
 
 class FleetConfig(Section):
@@ -140,6 +160,9 @@ class ServingConfig(Section):
             scheduler=self.prefill if role == "prefill" else self.decode,
             transport=self.transport,
             host=self.transport.host,
+            # Several workers may share a host: each takes a free port and says which.
+            metrics_port="off" if self.router.metrics_port == "off" else 0,
+            log_format=self.router.log_format,
         )
 
 
@@ -162,7 +185,8 @@ def build(cls: type[SectionT], values: dict[str, Any], *, source: str = "") -> S
     except ValidationError as exc:
         first = exc.errors()[0]
         name = ".".join(str(part) for part in first["loc"])
-        hint = first["msg"][:1].lower() + first["msg"][1:]
+        message = first["msg"].removeprefix("Value error, ")
+        hint = message[:1].lower() + message[1:]
         if first["type"] == "extra_forbidden":
             hint = "unknown key" + _nearest(cls, first["loc"])
         if source:

@@ -5,12 +5,12 @@ does not import Ray, and torch only inside `start`, so that the fleet can name i
 """
 
 import asyncio
-import logging
 from typing import TYPE_CHECKING
 
 from phasor.core.config import WorkerConfig
 from phasor.core.errors import WorkerLostError
 from phasor.core.ids import Incarnation
+from phasor.core.logs import configure_logging
 
 if TYPE_CHECKING:
     from phasor.decode_worker.worker import DecodeWorker
@@ -24,7 +24,7 @@ class DecodeActor:
     """
 
     def __init__(self, config: WorkerConfig) -> None:
-        logging.basicConfig(level=logging.INFO)
+        configure_logging(config.log_format)
         self._config = config
         self._worker: DecodeWorker | None = None
 

@@ -17,6 +17,7 @@ from tokenizers import Tokenizer
 from phasor.core.errors import ConfigError, DeadlineExceededError, PhasorError, TransferError
 from phasor.core.ids import RequestId, TicketId, new_ticket_id
 from phasor.core.request import ChoiceEnd, FinishReason, SamplingParams
+from phasor.decode_worker.call_log import CallLog
 from phasor.decode_worker.messages import (
     Admit,
     Arrived,
@@ -85,6 +86,7 @@ class DecodeWorker(WorkerService):
         self._requests: dict[RequestId, _Request] = {}
         self._tickets: dict[RequestId, TicketId] = {}
         self._by_ticket: dict[TicketId, RequestId] = {}
+        self._num_transfer_failures = 0
         self._scheduler = DecodeScheduler(
             self.config.scheduler,
             self.host.pool,
@@ -136,33 +138,40 @@ class DecodeWorker(WorkerService):
             bytes_transferred_total=self._receiver.bytes_received,
             num_leaked_blocks=self.num_leaked_blocks,
             num_preemptions_total=scheduler.num_preemptions,
+            num_transfer_failures_total=self._num_transfer_failures,
         )
 
     async def Decode(self, request: worker_pb2.DecodeRequest, context: Any) -> None:
         """Serve one request: Admitted, then Delta as text becomes certain, then DecodeFinished."""
         async with errors_to_status(context):
-            request_id = self.claim(request.request_id, request.incarnation)
-            try:
-                tokens = self.check_tokens(request.token_ids)
-                sampling = sampling_from_pb(request.sampling)
-                entry = self._enter(request_id, sampling, request.timeout_s)
-                self._engine.submit(
-                    Arrived(
-                        request_id=request_id,
-                        token_ids=tokens,
-                        sampling=sampling,
-                        tier=request.rope_tier or 1.0,
-                        local_prefill=request.local_prefill,
-                    )
+            with self.log_failure(request.request_id):
+                await self._decode(request, context)
+
+    async def _decode(self, request: worker_pb2.DecodeRequest, context: Any) -> None:
+        request_id = self.claim(request.request_id, request.incarnation)
+        log = CallLog(request.request_id)
+        try:
+            tokens = self.check_tokens(request.token_ids)
+            sampling = sampling_from_pb(request.sampling)
+            entry = self._enter(request_id, sampling, request.timeout_s)
+            self._engine.submit(
+                Arrived(
+                    request_id=request_id,
+                    token_ids=tokens,
+                    sampling=sampling,
+                    tier=request.rope_tier or 1.0,
+                    local_prefill=request.local_prefill,
                 )
-                # `write`, not `yield`: a cancelled call then reaches `finally` at once, not when a generator is
-                # finalised.
-                async for event in items_until_end(entry.items, entry.timeout_s, request_id):
-                    await context.write(event)
-            finally:
-                # The one release path of this side: cancel, error, deadline and normal end all pass here.
-                self._requests.pop(request_id, None)
-                self._engine.submit(Released(request_id))
+            )
+            # `write`, not `yield`: a cancelled call then reaches `finally` at once, not when a generator is
+            # finalised.
+            async for event in items_until_end(entry.items, entry.timeout_s, request_id):
+                log.note(event)
+                await context.write(event)
+        finally:
+            # The one release path of this side: cancel, error, deadline and normal end all pass here.
+            self._requests.pop(request_id, None)
+            self._engine.submit(Released(request_id))
 
     def _enter(self, request_id: RequestId, sampling: SamplingParams, timeout_s: float) -> _Request:
         stop_token_ids = set(sampling.stop_token_ids)
@@ -185,6 +194,7 @@ class DecodeWorker(WorkerService):
                 event.acknowledge("the request has ended here")
             return
         if isinstance(event, transport.TransferFailed):
+            self._num_transfer_failures += 1
             self._engine.submit(TransferBroken(request_id, event.error))
             return
         last = event.last or worker_pb2.LastChunk()
@@ -272,10 +282,11 @@ class DecodeWorker(WorkerService):
         entry.num_tokens[instruction.choice] = num_tokens
         reply = entry.replies[instruction.choice]
         shown = token.token_id not in entry.stop_token_ids
-        text = reply.push(token.token_id, may_stop=num_tokens > entry.min_tokens) if shown else ""
+        may_stop = num_tokens > entry.min_tokens
+        text = reply.push(token.token_id, may_stop=may_stop) if shown else ""
         finish = FinishReason.STOP if reply.stop_string else instruction.finish
         if finish is not None:
-            text += reply.finish()
+            text += reply.finish(may_stop=may_stop)
             finish = FinishReason.STOP if reply.stop_string else finish
         event = worker_pb2.DecodeEvent(
             delta=inference_pb2.Delta(

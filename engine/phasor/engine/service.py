@@ -7,6 +7,9 @@ actor and in a test.
 import asyncio
 import logging
 import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import grpc
@@ -14,12 +17,15 @@ import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from phasor.core.config import WorkerConfig
-from phasor.core.errors import ConfigError, InvalidRequestError, WorkerLostError
+from phasor.core.errors import ConfigError, InvalidRequestError, PhasorError, WorkerLostError
 from phasor.core.ids import RequestId, new_incarnation
+from phasor.core.logs import error_fields, log_event
 from phasor.engine.host import EngineHost, load_engine
+from phasor.engine.worker_metrics import WorkerMetrics
 from phasor.v1 import inference_pb2, worker_pb2, worker_pb2_grpc
 from phasor.wire.channels import new_server
 from phasor.wire.convert import identity_to_pb
+from phasor.wire.metrics_server import MetricsServer
 
 _STOP_ENGINE_S = 5.0
 
@@ -46,6 +52,11 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         self._num_claimed = 0
         self._engine_started = False
         self.num_leaked_blocks = 0
+        role = "prefill" if self.role == inference_pb2.WORKER_ROLE_PREFILL else "decode"
+        self.metrics = WorkerMetrics(role, self.counts)
+        self.metrics_address = ""
+        """Where Prometheus reads this worker, host:port; empty when off or not started."""
+        self._metrics_server = MetricsServer(self.metrics.registry)
 
     @property
     def host(self) -> EngineHost:
@@ -67,6 +78,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         self._asyncio_loop = asyncio.get_running_loop()
         self.start_engine()
         self._engine_started = True
+        self.metrics_address = self._metrics_server.start(self.config.host, self.config.metrics_port)
         worker_pb2_grpc.add_WorkerServicer_to_server(self, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         await self._server.start()
@@ -81,6 +93,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         """Stop accepting, cancel what has not ended after `grace_s`, end all threads. Idempotent."""
         self._ready = False
         await self._server.stop(grace_s)
+        await self._metrics_server.stop()
         if self._engine_started:
             self._engine_started = False
             await self.stop_engine()
@@ -127,6 +140,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             dtype=self.config.model.dtype,
             max_running=self.config.scheduler.max_running,
             pid=os.getpid(),
+            metrics_address=self.metrics_address,
         )
 
     async def Describe(
@@ -156,6 +170,21 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             )
         self._num_claimed += 1
         return RequestId(f"{request_id}#{self._num_claimed}")
+
+    @contextmanager
+    def log_failure(self, request_id: str) -> Iterator[None]:
+        """Log a call that ends in an error or is cancelled, under the id that the router knows it by."""
+        start_s = time.monotonic()
+        try:
+            yield
+        except PhasorError as exc:
+            fields: dict[str, str | float] = {**error_fields(exc), "total_s": time.monotonic() - start_s}
+            log_event(_log, "failed", request_id=request_id, level=logging.WARNING, **fields)
+            raise
+        except asyncio.CancelledError:
+            total_s = time.monotonic() - start_s
+            log_event(_log, "failed", request_id=request_id, code="CANCELLED", total_s=total_s)
+            raise
 
     def check_tokens(self, token_ids: Any) -> tuple[int, ...]:
         """Return the prompt as a tuple, checked against vocabulary and length: peers are not trusted either.

@@ -6,7 +6,6 @@ Prints one JSON line when the worker is ready, so that whoever started it can re
 import argparse
 import asyncio
 import json
-import logging
 import signal
 import sys
 from collections.abc import Sequence
@@ -14,6 +13,7 @@ from typing import Any
 
 from phasor.core.config import WorkerConfig, build, parse_bytes
 from phasor.core.errors import PhasorError
+from phasor.core.logs import configure_logging
 from phasor.engine.service import WorkerService
 
 EXIT_BAD_INPUT = 2
@@ -31,9 +31,7 @@ def run_worker(cls: type[WorkerService], prog: str, argv: Sequence[str] | None =
         the exit status: 0, or 2 with one line on standard error.
     """
     args = _parser(prog).parse_args(argv)
-    logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
-    )
+    configure_logging(args.log_format)
     try:
         return asyncio.run(_serve(cls, _config(args)))
     except PhasorError as exc:
@@ -48,7 +46,12 @@ async def _serve(cls: type[WorkerService], config: WorkerConfig) -> int:
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     try:
         address = await worker.start()
-        sys.stdout.write(json.dumps({"address": address, "incarnation": worker.incarnation}) + "\n")
+        ready = {
+            "address": address,
+            "incarnation": worker.incarnation,
+            "metrics_address": worker.metrics_address,
+        }
+        sys.stdout.write(json.dumps(ready) + "\n")
         sys.stdout.flush()
         await stop.wait()
     finally:
@@ -79,6 +82,8 @@ def _config(args: argparse.Namespace) -> WorkerConfig:
         "transport": {"kind": args.transport, "timeout_s": args.transport_timeout, "host": args.host},
         "host": args.host,
         "port": args.port,
+        "metrics_port": args.metrics_port,
+        "log_format": args.log_format,
     }
     return build(WorkerConfig, values)
 
@@ -137,6 +142,17 @@ def _parser(prog: str) -> argparse.ArgumentParser:
         default=defaults.transport.timeout_s,
         help="seconds a link may be silent",
     )
+    _add_addresses(parser, defaults)
+    return parser
+
+
+def _add_addresses(parser: argparse.ArgumentParser, defaults: WorkerConfig) -> None:
+    add = parser.add_argument
     add("--host", default=defaults.host, help="address to listen on (default: %(default)s)")
     add("--port", type=int, default=defaults.port, help="port to listen on; 0 takes a free one")
-    return parser
+    add(
+        "--metrics-port",
+        default="0",
+        help="port of /metrics for Prometheus; 0 takes a free one, off serves none (default: %(default)s)",
+    )
+    add("--log-format", choices=["text", "json"], default="text", help="(default: %(default)s)")

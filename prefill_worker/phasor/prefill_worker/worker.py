@@ -11,8 +11,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from phasor.core.errors import DeadlineExceededError, PhasorError
+from phasor.core.errors import DeadlineExceededError, PhasorError, TransferError, WorkerLostError
 from phasor.core.ids import RequestId
+from phasor.core.logs import log_event
 from phasor.engine.loop import EngineLoop
 from phasor.engine.service import WorkerService
 from phasor.prefill_worker.scheduler import (
@@ -54,6 +55,7 @@ class PrefillWorker(WorkerService):
         self._requests: dict[RequestId, _Request] = {}
         self._bytes_sent = 0
         self._tokens_sent = 0
+        self._num_transfer_failures = 0
         self._scheduler = PrefillScheduler(
             self.config.scheduler, self.host.pool, self.host.identity.namespace()
         )
@@ -91,17 +93,24 @@ class PrefillWorker(WorkerService):
             tokens_transferred_total=self._tokens_sent,
             bytes_transferred_total=self._bytes_sent,
             num_leaked_blocks=self.num_leaked_blocks,
+            num_transfer_failures_total=self._num_transfer_failures,
         )
 
     async def Prefill(self, request: worker_pb2.PrefillRequest, context: Any) -> worker_pb2.PrefillResponse:
         """Read a prompt and hand its pages to the ticket's decode worker; returns when all are acknowledged."""
         async with errors_to_status(context):
-            request_id = self.claim(request.request_id, request.incarnation)
-            try:
-                return await asyncio.wait_for(self._prefill(request_id, request), request.timeout_s or None)
-            except TimeoutError as exc:
-                message = f"{request_id}: reading the prompt took longer than {request.timeout_s:.1f} s"
-                raise DeadlineExceededError(message) from exc
+            with self.log_failure(request.request_id):
+                request_id = self.claim(request.request_id, request.incarnation)
+                try:
+                    return await asyncio.wait_for(
+                        self._prefill(request_id, request), request.timeout_s or None
+                    )
+                except TimeoutError as exc:
+                    message = f"{request_id}: reading the prompt took longer than {request.timeout_s:.1f} s"
+                    raise DeadlineExceededError(message) from exc
+                except (TransferError, WorkerLostError):
+                    self._num_transfer_failures += 1
+                    raise
         raise AssertionError("unreachable: errors_to_status aborts the call")
 
     async def _prefill(
@@ -126,7 +135,9 @@ class PrefillWorker(WorkerService):
                 entry, request.timeout_s or self.config.transport.timeout_s
             )
             done = True
-            return self._response(entry, stats, len(tokens), request.ticket)
+            response = self._response(entry, stats, len(tokens), request.ticket)
+            self._note(request.request_id, response)
+            return response
         finally:
             # The one release path of this side: whatever happened, blocks and ticket go.
             del self._requests[request_id]
@@ -163,6 +174,27 @@ class PrefillWorker(WorkerService):
             queue_s=stats.queue_s,
             prefill_s=stats.prefill_s,
             transfer_s=time.monotonic() - entry.pushed_at_s,
+        )
+
+    def _note(self, request_id: str, response: worker_pb2.PrefillResponse) -> None:
+        """Log and measure a completed hand-over."""
+        self.metrics.transferred(response.transfer_s)
+        log_event(
+            _log,
+            "prefilled",
+            request_id=request_id,
+            cached_tokens=response.cached_tokens,
+            computed_tokens=response.computed_tokens,
+            queue_s=response.queue_s,
+            prefill_s=response.prefill_s,
+        )
+        log_event(
+            _log,
+            "transferred",
+            request_id=request_id,
+            transferred_tokens=response.transferred_tokens,
+            transferred_bytes=response.transferred_bytes,
+            transfer_s=response.transfer_s,
         )
 
     def _execute(self, instruction: Instruction) -> Iterable[Event]:

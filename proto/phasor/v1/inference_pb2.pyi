@@ -297,20 +297,22 @@ class GetServerInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetServerInfoResponse(_message.Message):
-    __slots__ = ("version", "model", "identity", "rope", "workers", "counts")
+    __slots__ = ("version", "model", "identity", "rope", "workers", "counts", "metrics_address")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     IDENTITY_FIELD_NUMBER: _ClassVar[int]
     ROPE_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     COUNTS_FIELD_NUMBER: _ClassVar[int]
+    METRICS_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     version: str
     model: ModelCard
     identity: Identity
     rope: RopeSummary
     workers: _containers.RepeatedCompositeFieldContainer[WorkerSummary]
     counts: RouterCounts
-    def __init__(self, version: _Optional[str] = ..., model: _Optional[_Union[ModelCard, _Mapping]] = ..., identity: _Optional[_Union[Identity, _Mapping]] = ..., rope: _Optional[_Union[RopeSummary, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[WorkerSummary, _Mapping]]] = ..., counts: _Optional[_Union[RouterCounts, _Mapping]] = ...) -> None: ...
+    metrics_address: str
+    def __init__(self, version: _Optional[str] = ..., model: _Optional[_Union[ModelCard, _Mapping]] = ..., identity: _Optional[_Union[Identity, _Mapping]] = ..., rope: _Optional[_Union[RopeSummary, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[WorkerSummary, _Mapping]]] = ..., counts: _Optional[_Union[RouterCounts, _Mapping]] = ..., metrics_address: _Optional[str] = ...) -> None: ...
 
 class RouterCounts(_message.Message):
     __slots__ = ("num_in_flight", "max_in_flight", "num_leases")
@@ -373,21 +375,23 @@ class RopeSummary(_message.Message):
     def __init__(self, scheme: _Optional[str] = ..., theta: _Optional[float] = ..., rotary_dim: _Optional[int] = ..., trained_positions: _Optional[int] = ..., max_positions: _Optional[int] = ..., fingerprint: _Optional[str] = ...) -> None: ...
 
 class WorkerSummary(_message.Message):
-    __slots__ = ("role", "address", "incarnation", "healthy", "counts")
+    __slots__ = ("role", "address", "incarnation", "healthy", "counts", "metrics_address")
     ROLE_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     HEALTHY_FIELD_NUMBER: _ClassVar[int]
     COUNTS_FIELD_NUMBER: _ClassVar[int]
+    METRICS_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     role: WorkerRole
     address: str
     incarnation: str
     healthy: bool
     counts: WorkerCounts
-    def __init__(self, role: _Optional[_Union[WorkerRole, str]] = ..., address: _Optional[str] = ..., incarnation: _Optional[str] = ..., healthy: _Optional[bool] = ..., counts: _Optional[_Union[WorkerCounts, _Mapping]] = ...) -> None: ...
+    metrics_address: str
+    def __init__(self, role: _Optional[_Union[WorkerRole, str]] = ..., address: _Optional[str] = ..., incarnation: _Optional[str] = ..., healthy: _Optional[bool] = ..., counts: _Optional[_Union[WorkerCounts, _Mapping]] = ..., metrics_address: _Optional[str] = ...) -> None: ...
 
 class WorkerCounts(_message.Message):
-    __slots__ = ("num_blocks", "num_free_blocks", "num_cached_blocks", "num_running", "num_waiting", "num_open_tickets", "staging_bytes", "prompt_tokens_computed_total", "prompt_tokens_reused_total", "tokens_generated_total", "tokens_transferred_total", "bytes_transferred_total", "num_leaked_blocks", "num_preemptions_total")
+    __slots__ = ("num_blocks", "num_free_blocks", "num_cached_blocks", "num_running", "num_waiting", "num_open_tickets", "staging_bytes", "prompt_tokens_computed_total", "prompt_tokens_reused_total", "tokens_generated_total", "tokens_transferred_total", "bytes_transferred_total", "num_leaked_blocks", "num_preemptions_total", "num_transfer_failures_total")
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     NUM_FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     NUM_CACHED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -402,6 +406,7 @@ class WorkerCounts(_message.Message):
     BYTES_TRANSFERRED_TOTAL_FIELD_NUMBER: _ClassVar[int]
     NUM_LEAKED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     NUM_PREEMPTIONS_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    NUM_TRANSFER_FAILURES_TOTAL_FIELD_NUMBER: _ClassVar[int]
     num_blocks: int
     num_free_blocks: int
     num_cached_blocks: int
@@ -416,4 +421,5 @@ class WorkerCounts(_message.Message):
     bytes_transferred_total: int
     num_leaked_blocks: int
     num_preemptions_total: int
-    def __init__(self, num_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_open_tickets: _Optional[int] = ..., staging_bytes: _Optional[int] = ..., prompt_tokens_computed_total: _Optional[int] = ..., prompt_tokens_reused_total: _Optional[int] = ..., tokens_generated_total: _Optional[int] = ..., tokens_transferred_total: _Optional[int] = ..., bytes_transferred_total: _Optional[int] = ..., num_leaked_blocks: _Optional[int] = ..., num_preemptions_total: _Optional[int] = ...) -> None: ...
+    num_transfer_failures_total: int
+    def __init__(self, num_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_open_tickets: _Optional[int] = ..., staging_bytes: _Optional[int] = ..., prompt_tokens_computed_total: _Optional[int] = ..., prompt_tokens_reused_total: _Optional[int] = ..., tokens_generated_total: _Optional[int] = ..., tokens_transferred_total: _Optional[int] = ..., bytes_transferred_total: _Optional[int] = ..., num_leaked_blocks: _Optional[int] = ..., num_preemptions_total: _Optional[int] = ..., num_transfer_failures_total: _Optional[int] = ...) -> None: ...

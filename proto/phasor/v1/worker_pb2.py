@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from phasor.v1 import inference_pb2 as phasor_dot_v1_dot_inference__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16phasor/v1/worker.proto\x12\tphasor.v1\x1a\x19phasor/v1/inference.proto\"\x11\n\x0f\x44\x65scribeRequest\"\xc5\x02\n\x11WorkerDescription\x12#\n\x04role\x18\x01 \x01(\x0e\x32\x15.phasor.v1.WorkerRole\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\r\n\x05ready\x18\x03 \x01(\x08\x12%\n\x08identity\x18\x04 \x01(\x0b\x32\x13.phasor.v1.Identity\x12$\n\x04rope\x18\x05 \x01(\x0b\x32\x16.phasor.v1.RopeSummary\x12\x15\n\rmax_model_len\x18\x06 \x01(\x05\x12\x12\n\nnum_blocks\x18\x07 \x01(\x05\x12\x13\n\x0b\x62lock_bytes\x18\x08 \x01(\x03\x12\x13\n\x0bserved_name\x18\t \x01(\t\x12\x14\n\x0cmodel_folder\x18\n \x01(\t\x12\r\n\x05\x64type\x18\x0b \x01(\t\x12\x13\n\x0bmax_running\x18\x0c \x01(\x05\x12\x0b\n\x03pid\x18\r \x01(\x05\"\x12\n\x10GetCountsRequest\"\xb3\x01\n\x06Ticket\x12\x11\n\tticket_id\x18\x01 \x01(\t\x12\x16\n\x0e\x64\x65\x63ode_address\x18\x02 \x01(\t\x12\x1a\n\x12\x64\x65\x63ode_incarnation\x18\x03 \x01(\t\x12\x13\n\x0b\x66irst_block\x18\x04 \x01(\x05\x12\x12\n\nnum_blocks\x18\x05 \x01(\x05\x12\x12\n\nfirst_head\x18\x06 \x01(\x05\x12\x11\n\tnum_heads\x18\x07 \x01(\x05\x12\x12\n\ndeadline_s\x18\x08 \x01(\x01\"\xb5\x01\n\rDecodeRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\x05\x12+\n\x08sampling\x18\x03 \x01(\x0b\x32\x19.phasor.v1.SamplingParams\x12\x11\n\trope_tier\x18\x04 \x01(\x01\x12\x15\n\rlocal_prefill\x18\x05 \x01(\x08\x12\x11\n\ttimeout_s\x18\x06 \x01(\x01\x12\x13\n\x0bincarnation\x18\x07 \x01(\t\"D\n\x08\x41\x64mitted\x12!\n\x06ticket\x18\x01 \x01(\x0b\x32\x11.phasor.v1.Ticket\x12\x15\n\rcached_tokens\x18\x02 \x01(\x05\"\xc4\x01\n\x0b\x44\x65\x63odeEvent\x12\'\n\x08\x61\x64mitted\x18\x01 \x01(\x0b\x32\x13.phasor.v1.AdmittedH\x00\x12!\n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x10.phasor.v1.DeltaH\x00\x12-\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x19.phasor.v1.DecodeFinishedH\x00\x12\x31\n\x0fprompt_logprobs\x18\x04 \x03(\x0b\x32\x18.phasor.v1.TokenLogprobsB\x07\n\x05\x65vent\"{\n\x0e\x44\x65\x63odeFinished\x12%\n\x07\x63hoices\x18\x01 \x03(\x0b\x32\x14.phasor.v1.ChoiceEnd\x12\x1f\n\x05usage\x18\x03 \x01(\x0b\x32\x10.phasor.v1.Usage\x12!\n\x06timing\x18\x04 \x01(\x0b\x32\x11.phasor.v1.Timing\"\xc2\x01\n\x0ePrefillRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\x05\x12+\n\x08sampling\x18\x03 \x01(\x0b\x32\x19.phasor.v1.SamplingParams\x12\x11\n\trope_tier\x18\x04 \x01(\x01\x12!\n\x06ticket\x18\x05 \x01(\x0b\x32\x11.phasor.v1.Ticket\x12\x11\n\ttimeout_s\x18\x06 \x01(\x01\x12\x13\n\x0bincarnation\x18\x07 \x01(\t\"\xb0\x01\n\x0fPrefillResponse\x12\x15\n\rcached_tokens\x18\x01 \x01(\x05\x12\x17\n\x0f\x63omputed_tokens\x18\x02 \x01(\x05\x12\x1a\n\x12transferred_tokens\x18\x03 \x01(\x05\x12\x19\n\x11transferred_bytes\x18\x04 \x01(\x03\x12\x0f\n\x07queue_s\x18\x05 \x01(\x01\x12\x11\n\tprefill_s\x18\x06 \x01(\x01\x12\x12\n\ntransfer_s\x18\x07 \x01(\x01\"\xca\x01\n\tLinkOffer\x12\x0f\n\x07link_id\x18\x01 \x01(\t\x12\x1b\n\x13prefill_incarnation\x18\x02 \x01(\t\x12\x1a\n\x12\x64\x65\x63ode_incarnation\x18\x03 \x01(\t\x12%\n\x08identity\x18\x04 \x01(\x0b\x32\x13.phasor.v1.Identity\x12\x11\n\ttransport\x18\x05 \x01(\t\x12\x12\n\nstore_host\x18\x06 \x01(\t\x12\x12\n\nstore_port\x18\x07 \x01(\x05\x12\x11\n\ttimeout_s\x18\x08 \x01(\x01\"*\n\x0cLinkAccepted\x12\x1a\n\x12\x64\x65\x63ode_incarnation\x18\x01 \x01(\t\"\xce\x01\n\x0c\x41nnouncement\x12\x0f\n\x07link_id\x18\x01 \x01(\t\x12\x11\n\tticket_id\x18\x02 \x01(\t\x12\x10\n\x08sequence\x18\x03 \x01(\x04\x12\x13\n\x0b\x66irst_block\x18\x04 \x01(\x05\x12\x12\n\nnum_blocks\x18\x05 \x01(\x05\x12\x13\n\x0brun_lengths\x18\x06 \x03(\x05\x12\x10\n\x08\x63hecksum\x18\x07 \x01(\x0c\x12\"\n\x04last\x18\x08 \x01(\x0b\x32\x14.phasor.v1.LastChunk\x12\x14\n\x0c\x61\x62ort_reason\x18\t \x01(\t\"\x9a\x01\n\tLastChunk\x12\x14\n\x0c\x66irst_tokens\x18\x01 \x03(\x05\x12\x12\n\nnum_tokens\x18\x02 \x01(\x05\x12\x30\n\x0e\x66irst_logprobs\x18\x03 \x03(\x0b\x32\x18.phasor.v1.TokenLogprobs\x12\x31\n\x0fprompt_logprobs\x18\x04 \x03(\x0b\x32\x18.phasor.v1.TokenLogprobs\"E\n\x0f\x41\x63knowledgement\x12\x11\n\tticket_id\x18\x01 \x01(\t\x12\x10\n\x08sequence\x18\x02 \x01(\x04\x12\r\n\x05\x65rror\x18\x03 \x01(\t2\x91\x02\n\x06Worker\x12\x44\n\x08\x44\x65scribe\x12\x1a.phasor.v1.DescribeRequest\x1a\x1c.phasor.v1.WorkerDescription\x12\x41\n\tGetCounts\x12\x1b.phasor.v1.GetCountsRequest\x1a\x17.phasor.v1.WorkerCounts\x12<\n\x06\x44\x65\x63ode\x12\x18.phasor.v1.DecodeRequest\x1a\x16.phasor.v1.DecodeEvent0\x01\x12@\n\x07Prefill\x12\x19.phasor.v1.PrefillRequest\x1a\x1a.phasor.v1.PrefillResponse2\x86\x01\n\x04Peer\x12\x39\n\x08OpenLink\x12\x14.phasor.v1.LinkOffer\x1a\x17.phasor.v1.LinkAccepted\x12\x43\n\x08Transfer\x12\x17.phasor.v1.Announcement\x1a\x1a.phasor.v1.Acknowledgement(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16phasor/v1/worker.proto\x12\tphasor.v1\x1a\x19phasor/v1/inference.proto\"\x11\n\x0f\x44\x65scribeRequest\"\xde\x02\n\x11WorkerDescription\x12#\n\x04role\x18\x01 \x01(\x0e\x32\x15.phasor.v1.WorkerRole\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\r\n\x05ready\x18\x03 \x01(\x08\x12%\n\x08identity\x18\x04 \x01(\x0b\x32\x13.phasor.v1.Identity\x12$\n\x04rope\x18\x05 \x01(\x0b\x32\x16.phasor.v1.RopeSummary\x12\x15\n\rmax_model_len\x18\x06 \x01(\x05\x12\x12\n\nnum_blocks\x18\x07 \x01(\x05\x12\x13\n\x0b\x62lock_bytes\x18\x08 \x01(\x03\x12\x13\n\x0bserved_name\x18\t \x01(\t\x12\x14\n\x0cmodel_folder\x18\n \x01(\t\x12\r\n\x05\x64type\x18\x0b \x01(\t\x12\x13\n\x0bmax_running\x18\x0c \x01(\x05\x12\x0b\n\x03pid\x18\r \x01(\x05\x12\x17\n\x0fmetrics_address\x18\x0e \x01(\t\"\x12\n\x10GetCountsRequest\"\xb3\x01\n\x06Ticket\x12\x11\n\tticket_id\x18\x01 \x01(\t\x12\x16\n\x0e\x64\x65\x63ode_address\x18\x02 \x01(\t\x12\x1a\n\x12\x64\x65\x63ode_incarnation\x18\x03 \x01(\t\x12\x13\n\x0b\x66irst_block\x18\x04 \x01(\x05\x12\x12\n\nnum_blocks\x18\x05 \x01(\x05\x12\x12\n\nfirst_head\x18\x06 \x01(\x05\x12\x11\n\tnum_heads\x18\x07 \x01(\x05\x12\x12\n\ndeadline_s\x18\x08 \x01(\x01\"\xb5\x01\n\rDecodeRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\x05\x12+\n\x08sampling\x18\x03 \x01(\x0b\x32\x19.phasor.v1.SamplingParams\x12\x11\n\trope_tier\x18\x04 \x01(\x01\x12\x15\n\rlocal_prefill\x18\x05 \x01(\x08\x12\x11\n\ttimeout_s\x18\x06 \x01(\x01\x12\x13\n\x0bincarnation\x18\x07 \x01(\t\"D\n\x08\x41\x64mitted\x12!\n\x06ticket\x18\x01 \x01(\x0b\x32\x11.phasor.v1.Ticket\x12\x15\n\rcached_tokens\x18\x02 \x01(\x05\"\xc4\x01\n\x0b\x44\x65\x63odeEvent\x12\'\n\x08\x61\x64mitted\x18\x01 \x01(\x0b\x32\x13.phasor.v1.AdmittedH\x00\x12!\n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x10.phasor.v1.DeltaH\x00\x12-\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x19.phasor.v1.DecodeFinishedH\x00\x12\x31\n\x0fprompt_logprobs\x18\x04 \x03(\x0b\x32\x18.phasor.v1.TokenLogprobsB\x07\n\x05\x65vent\"{\n\x0e\x44\x65\x63odeFinished\x12%\n\x07\x63hoices\x18\x01 \x03(\x0b\x32\x14.phasor.v1.ChoiceEnd\x12\x1f\n\x05usage\x18\x03 \x01(\x0b\x32\x10.phasor.v1.Usage\x12!\n\x06timing\x18\x04 \x01(\x0b\x32\x11.phasor.v1.Timing\"\xc2\x01\n\x0ePrefillRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\x05\x12+\n\x08sampling\x18\x03 \x01(\x0b\x32\x19.phasor.v1.SamplingParams\x12\x11\n\trope_tier\x18\x04 \x01(\x01\x12!\n\x06ticket\x18\x05 \x01(\x0b\x32\x11.phasor.v1.Ticket\x12\x11\n\ttimeout_s\x18\x06 \x01(\x01\x12\x13\n\x0bincarnation\x18\x07 \x01(\t\"\xb0\x01\n\x0fPrefillResponse\x12\x15\n\rcached_tokens\x18\x01 \x01(\x05\x12\x17\n\x0f\x63omputed_tokens\x18\x02 \x01(\x05\x12\x1a\n\x12transferred_tokens\x18\x03 \x01(\x05\x12\x19\n\x11transferred_bytes\x18\x04 \x01(\x03\x12\x0f\n\x07queue_s\x18\x05 \x01(\x01\x12\x11\n\tprefill_s\x18\x06 \x01(\x01\x12\x12\n\ntransfer_s\x18\x07 \x01(\x01\"\xca\x01\n\tLinkOffer\x12\x0f\n\x07link_id\x18\x01 \x01(\t\x12\x1b\n\x13prefill_incarnation\x18\x02 \x01(\t\x12\x1a\n\x12\x64\x65\x63ode_incarnation\x18\x03 \x01(\t\x12%\n\x08identity\x18\x04 \x01(\x0b\x32\x13.phasor.v1.Identity\x12\x11\n\ttransport\x18\x05 \x01(\t\x12\x12\n\nstore_host\x18\x06 \x01(\t\x12\x12\n\nstore_port\x18\x07 \x01(\x05\x12\x11\n\ttimeout_s\x18\x08 \x01(\x01\"*\n\x0cLinkAccepted\x12\x1a\n\x12\x64\x65\x63ode_incarnation\x18\x01 \x01(\t\"\xce\x01\n\x0c\x41nnouncement\x12\x0f\n\x07link_id\x18\x01 \x01(\t\x12\x11\n\tticket_id\x18\x02 \x01(\t\x12\x10\n\x08sequence\x18\x03 \x01(\x04\x12\x13\n\x0b\x66irst_block\x18\x04 \x01(\x05\x12\x12\n\nnum_blocks\x18\x05 \x01(\x05\x12\x13\n\x0brun_lengths\x18\x06 \x03(\x05\x12\x10\n\x08\x63hecksum\x18\x07 \x01(\x0c\x12\"\n\x04last\x18\x08 \x01(\x0b\x32\x14.phasor.v1.LastChunk\x12\x14\n\x0c\x61\x62ort_reason\x18\t \x01(\t\"\x9a\x01\n\tLastChunk\x12\x14\n\x0c\x66irst_tokens\x18\x01 \x03(\x05\x12\x12\n\nnum_tokens\x18\x02 \x01(\x05\x12\x30\n\x0e\x66irst_logprobs\x18\x03 \x03(\x0b\x32\x18.phasor.v1.TokenLogprobs\x12\x31\n\x0fprompt_logprobs\x18\x04 \x03(\x0b\x32\x18.phasor.v1.TokenLogprobs\"E\n\x0f\x41\x63knowledgement\x12\x11\n\tticket_id\x18\x01 \x01(\t\x12\x10\n\x08sequence\x18\x02 \x01(\x04\x12\r\n\x05\x65rror\x18\x03 \x01(\t2\x91\x02\n\x06Worker\x12\x44\n\x08\x44\x65scribe\x12\x1a.phasor.v1.DescribeRequest\x1a\x1c.phasor.v1.WorkerDescription\x12\x41\n\tGetCounts\x12\x1b.phasor.v1.GetCountsRequest\x1a\x17.phasor.v1.WorkerCounts\x12<\n\x06\x44\x65\x63ode\x12\x18.phasor.v1.DecodeRequest\x1a\x16.phasor.v1.DecodeEvent0\x01\x12@\n\x07Prefill\x12\x19.phasor.v1.PrefillRequest\x1a\x1a.phasor.v1.PrefillResponse2\x86\x01\n\x04Peer\x12\x39\n\x08OpenLink\x12\x14.phasor.v1.LinkOffer\x1a\x17.phasor.v1.LinkAccepted\x12\x43\n\x08Transfer\x12\x17.phasor.v1.Announcement\x1a\x1a.phasor.v1.Acknowledgement(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,35 +35,35 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DESCRIBEREQUEST']._serialized_start=64
   _globals['_DESCRIBEREQUEST']._serialized_end=81
   _globals['_WORKERDESCRIPTION']._serialized_start=84
-  _globals['_WORKERDESCRIPTION']._serialized_end=409
-  _globals['_GETCOUNTSREQUEST']._serialized_start=411
-  _globals['_GETCOUNTSREQUEST']._serialized_end=429
-  _globals['_TICKET']._serialized_start=432
-  _globals['_TICKET']._serialized_end=611
-  _globals['_DECODEREQUEST']._serialized_start=614
-  _globals['_DECODEREQUEST']._serialized_end=795
-  _globals['_ADMITTED']._serialized_start=797
-  _globals['_ADMITTED']._serialized_end=865
-  _globals['_DECODEEVENT']._serialized_start=868
-  _globals['_DECODEEVENT']._serialized_end=1064
-  _globals['_DECODEFINISHED']._serialized_start=1066
-  _globals['_DECODEFINISHED']._serialized_end=1189
-  _globals['_PREFILLREQUEST']._serialized_start=1192
-  _globals['_PREFILLREQUEST']._serialized_end=1386
-  _globals['_PREFILLRESPONSE']._serialized_start=1389
-  _globals['_PREFILLRESPONSE']._serialized_end=1565
-  _globals['_LINKOFFER']._serialized_start=1568
-  _globals['_LINKOFFER']._serialized_end=1770
-  _globals['_LINKACCEPTED']._serialized_start=1772
-  _globals['_LINKACCEPTED']._serialized_end=1814
-  _globals['_ANNOUNCEMENT']._serialized_start=1817
-  _globals['_ANNOUNCEMENT']._serialized_end=2023
-  _globals['_LASTCHUNK']._serialized_start=2026
-  _globals['_LASTCHUNK']._serialized_end=2180
-  _globals['_ACKNOWLEDGEMENT']._serialized_start=2182
-  _globals['_ACKNOWLEDGEMENT']._serialized_end=2251
-  _globals['_WORKER']._serialized_start=2254
-  _globals['_WORKER']._serialized_end=2527
-  _globals['_PEER']._serialized_start=2530
-  _globals['_PEER']._serialized_end=2664
+  _globals['_WORKERDESCRIPTION']._serialized_end=434
+  _globals['_GETCOUNTSREQUEST']._serialized_start=436
+  _globals['_GETCOUNTSREQUEST']._serialized_end=454
+  _globals['_TICKET']._serialized_start=457
+  _globals['_TICKET']._serialized_end=636
+  _globals['_DECODEREQUEST']._serialized_start=639
+  _globals['_DECODEREQUEST']._serialized_end=820
+  _globals['_ADMITTED']._serialized_start=822
+  _globals['_ADMITTED']._serialized_end=890
+  _globals['_DECODEEVENT']._serialized_start=893
+  _globals['_DECODEEVENT']._serialized_end=1089
+  _globals['_DECODEFINISHED']._serialized_start=1091
+  _globals['_DECODEFINISHED']._serialized_end=1214
+  _globals['_PREFILLREQUEST']._serialized_start=1217
+  _globals['_PREFILLREQUEST']._serialized_end=1411
+  _globals['_PREFILLRESPONSE']._serialized_start=1414
+  _globals['_PREFILLRESPONSE']._serialized_end=1590
+  _globals['_LINKOFFER']._serialized_start=1593
+  _globals['_LINKOFFER']._serialized_end=1795
+  _globals['_LINKACCEPTED']._serialized_start=1797
+  _globals['_LINKACCEPTED']._serialized_end=1839
+  _globals['_ANNOUNCEMENT']._serialized_start=1842
+  _globals['_ANNOUNCEMENT']._serialized_end=2048
+  _globals['_LASTCHUNK']._serialized_start=2051
+  _globals['_LASTCHUNK']._serialized_end=2205
+  _globals['_ACKNOWLEDGEMENT']._serialized_start=2207
+  _globals['_ACKNOWLEDGEMENT']._serialized_end=2276
+  _globals['_WORKER']._serialized_start=2279
+  _globals['_WORKER']._serialized_end=2552
+  _globals['_PEER']._serialized_start=2555
+  _globals['_PEER']._serialized_end=2689
 # @@protoc_insertion_point(module_scope)

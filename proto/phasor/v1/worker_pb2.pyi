@@ -12,7 +12,7 @@ class DescribeRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class WorkerDescription(_message.Message):
-    __slots__ = ("role", "incarnation", "ready", "identity", "rope", "max_model_len", "num_blocks", "block_bytes", "served_name", "model_folder", "dtype", "max_running", "pid")
+    __slots__ = ("role", "incarnation", "ready", "identity", "rope", "max_model_len", "num_blocks", "block_bytes", "served_name", "model_folder", "dtype", "max_running", "pid", "metrics_address")
     ROLE_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
@@ -26,6 +26,7 @@ class WorkerDescription(_message.Message):
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     MAX_RUNNING_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
+    METRICS_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     role: _inference_pb2.WorkerRole
     incarnation: str
     ready: bool
@@ -39,7 +40,8 @@ class WorkerDescription(_message.Message):
     dtype: str
     max_running: int
     pid: int
-    def __init__(self, role: _Optional[_Union[_inference_pb2.WorkerRole, str]] = ..., incarnation: _Optional[str] = ..., ready: _Optional[bool] = ..., identity: _Optional[_Union[_inference_pb2.Identity, _Mapping]] = ..., rope: _Optional[_Union[_inference_pb2.RopeSummary, _Mapping]] = ..., max_model_len: _Optional[int] = ..., num_blocks: _Optional[int] = ..., block_bytes: _Optional[int] = ..., served_name: _Optional[str] = ..., model_folder: _Optional[str] = ..., dtype: _Optional[str] = ..., max_running: _Optional[int] = ..., pid: _Optional[int] = ...) -> None: ...
+    metrics_address: str
+    def __init__(self, role: _Optional[_Union[_inference_pb2.WorkerRole, str]] = ..., incarnation: _Optional[str] = ..., ready: _Optional[bool] = ..., identity: _Optional[_Union[_inference_pb2.Identity, _Mapping]] = ..., rope: _Optional[_Union[_inference_pb2.RopeSummary, _Mapping]] = ..., max_model_len: _Optional[int] = ..., num_blocks: _Optional[int] = ..., block_bytes: _Optional[int] = ..., served_name: _Optional[str] = ..., model_folder: _Optional[str] = ..., dtype: _Optional[str] = ..., max_running: _Optional[int] = ..., pid: _Optional[int] = ..., metrics_address: _Optional[str] = ...) -> None: ...
 
 class GetCountsRequest(_message.Message):
     __slots__ = ()

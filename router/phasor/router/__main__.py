@@ -3,7 +3,6 @@
 import argparse
 import asyncio
 import json
-import logging
 import signal
 import sys
 from collections.abc import Sequence
@@ -11,6 +10,7 @@ from typing import NoReturn
 
 from phasor.core.config import RouterConfig, build
 from phasor.core.errors import ConfigError
+from phasor.core.logs import configure_logging
 from phasor.router.registry import Member
 from phasor.router.server import RouterServer
 
@@ -27,9 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Serve until SIGTERM or SIGINT; return the exit code: 0, or 2 with one line for a wrong value."""
     parser = _parser()
     given = parser.parse_args(arguments)
-    logging.basicConfig(
-        level=given.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
+    configure_logging(given.log_format, level=given.log_level.upper())
     try:
         names = (
             "host",
@@ -38,6 +36,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "default_timeout_s",
             "dispatch_timeout_s",
             "max_in_flight",
+            "metrics_port",
+            "log_format",
         )
         values = {name: getattr(given, name) for name in names if getattr(given, name) is not None}
         config = build(RouterConfig, values)
@@ -73,6 +73,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--dispatch-timeout-s", type=float, help="how long an idle decode worker may take to admit")
     add("--max-in-flight", type=int, help=f"requests at most; more are refused ({defaults.max_in_flight})")
+    add(
+        "--metrics-port",
+        metavar="PORT",
+        help="port of /metrics for Prometheus; 0 takes a free one (default), off serves none",
+    )
+    add("--log-format", choices=["text", "json"], default="text")
     add("--log-level", choices=["debug", "info", "warning", "error"], default="info")
     return parser
 
@@ -92,7 +98,7 @@ async def _serve(config: RouterConfig, members: Sequence[Member]) -> None:
     server = RouterServer(config)
     server.set_members(members)
     address = await server.start()
-    sys.stdout.write(json.dumps({"address": address}) + "\n")
+    sys.stdout.write(json.dumps({"address": address, "metrics_address": server.metrics_address}) + "\n")
     sys.stdout.flush()
     await stop.wait()
     await server.stop(DRAIN_S)

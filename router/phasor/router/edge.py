@@ -1,5 +1,6 @@
 """The Inference service: every client request is counted, checked, tokenised and followed to its end here."""
 
+import asyncio
 import importlib.metadata
 import logging
 import secrets
@@ -9,13 +10,21 @@ import grpc.aio
 
 from phasor.core.clock import Clock
 from phasor.core.config import RouterConfig
-from phasor.core.errors import CapacityError, InvalidRequestError, PhasorError
+from phasor.core.errors import (
+    CapacityError,
+    InternalError,
+    InvalidRequestError,
+    PhasorError,
+    RequestCancelledError,
+)
 from phasor.core.ids import RequestId
+from phasor.core.logs import error_fields, log_event
 from phasor.router import policy, validation
 from phasor.router.execution import PreparedRequest, RequestExecution
 from phasor.router.lifecycle import LifecycleLimits, RequestLifecycle
 from phasor.router.lifecycle_events import Chosen, Event, Finish, Refused
-from phasor.router.registry import Registry
+from phasor.router.metrics import RequestRecord, RouterMetrics
+from phasor.router.registry import Registry, worker_states
 from phasor.router.served import ServedModel
 from phasor.router.validation import ModelLimits
 from phasor.v1 import inference_pb2 as pb
@@ -52,6 +61,11 @@ class InferenceEdge(inference_pb2_grpc.InferenceServicer):
     ) -> None:
         self._config, self._registry, self._served, self._clock = config, registry, served, clock
         self._validate = validate
+        self.metrics = RouterMetrics(
+            num_in_flight=lambda: self._num_in_flight, workers=lambda: worker_states(registry)
+        )
+        self.metrics_address = ""
+        """Where they are served, host:port; empty: nowhere."""
         self._num_in_flight = 0
         self._ids: set[RequestId] = set()
 
@@ -108,7 +122,10 @@ class InferenceEdge(inference_pb2_grpc.InferenceServicer):
             num_leases=self._registry.num_in_flight(),
         )
         response = pb.GetServerInfoResponse(
-            version=_version(), workers=self._registry.summaries(), counts=counts
+            version=_version(),
+            workers=self._registry.summaries(),
+            counts=counts,
+            metrics_address=self.metrics_address,
         )
         reference = self._registry.reference
         if reference is not None:
@@ -120,8 +137,34 @@ class InferenceEdge(inference_pb2_grpc.InferenceServicer):
     # --- one request -------------------------------------------------------------------------------------
 
     async def _serve(self, request: pb.GenerateRequest | pb.ChatRequest, context: Context) -> None:
-        """Follow one Generate or Chat call to its end; raises what it failed with."""
+        """Count and log one Generate or Chat call, whatever its end; raises what it failed with."""
         arrived_s = self._clock.now_s()
+        record = self.metrics.begin(arrived_s)
+        try:
+            finish = await self._accept(request, context, arrived_s, record)
+        except PhasorError as exc:
+            record.end("error", exc.grpc_code)
+            fields: dict[str, str | float] = {**error_fields(exc), "total_s": self._clock.now_s() - arrived_s}
+            log_event(_log, "failed", request_id=request.request_id, level=logging.WARNING, **fields)
+            raise
+        except asyncio.CancelledError:
+            record.end("abort", RequestCancelledError.grpc_code)
+            total_s = self._clock.now_s() - arrived_s
+            log_event(_log, "failed", request_id=request.request_id, code="CANCELLED", total_s=total_s)
+            raise
+        finally:
+            # Reached without an ending by a bug only; that is a request too.
+            record.end("error", InternalError.grpc_code)
+        _log_finish(request.request_id, finish)
+
+    async def _accept(
+        self,
+        request: pb.GenerateRequest | pb.ChatRequest,
+        context: Context,
+        arrived_s: float,
+        record: RequestRecord,
+    ) -> Finish:
+        """Hold a place for a call and follow it to its end. The drawn id is put into the request."""
         request_id = validation.check_request_id(request.request_id)
         if request_id in self._ids:
             raise InvalidRequestError(
@@ -132,17 +175,16 @@ class InferenceEdge(inference_pb2_grpc.InferenceServicer):
                 f"the router is full: {self._num_in_flight} requests are in flight and max_in_flight is "
                 f"{self._config.max_in_flight}; try again later, or raise --max-in-flight"
             )
+        request.request_id = request_id
         self._num_in_flight += 1
         self._ids.add(request_id)
         try:
-            finish = await self._follow(request_id, request, context, arrived_s)
-        except PhasorError as exc:
-            _log.warning("request %s failed: %s: %s", request_id, type(exc).__name__, exc)
-            raise
+            finish = await self._follow(request_id, request, context, arrived_s, record)
+            record.finished(finish.reply)
+            return finish
         finally:
             self._num_in_flight -= 1
             self._ids.discard(request_id)
-        _log_finish(request_id, finish)
 
     async def _follow(
         self,
@@ -150,6 +192,7 @@ class InferenceEdge(inference_pb2_grpc.InferenceServicer):
         request: pb.GenerateRequest | pb.ChatRequest,
         context: Context,
         arrived_s: float,
+        record: RequestRecord,
     ) -> Finish:
         given_s = request.timeout_s if request.HasField("timeout_s") else None
         timeout_s = validation.check_timeout_s(given_s, self._config.default_timeout_s)
@@ -182,8 +225,16 @@ class InferenceEdge(inference_pb2_grpc.InferenceServicer):
             limits=LifecycleLimits(dispatch_timeout_s=self._config.dispatch_timeout_s),
             validate=self._validate,
         )
+        log_event(
+            _log, "accepted", request_id=request_id, prompt_tokens=len(ids), max_tokens=sampling.max_tokens
+        )
         execution = RequestExecution(
-            prepared, lifecycle=lifecycle, registry=self._registry, write=context.write, clock=self._clock
+            prepared,
+            lifecycle=lifecycle,
+            registry=self._registry,
+            write=context.write,
+            clock=self._clock,
+            record=record,
         )
         return await execution.run(self._choose(prepared, context))
 
@@ -237,20 +288,21 @@ class InferenceEdge(inference_pb2_grpc.InferenceServicer):
         return await self._served.tokenizer.encode_chat(messages)
 
 
-def _log_finish(request_id: RequestId, finish: Finish) -> None:
-    reply = finish.reply
-    _log.info(
-        "request %s finished (%s): %d prompt tokens (%d cached), %d new; first token %.3f s, total %.3f s; "
-        "prefill %s, decode %s",
-        request_id,
-        "/".join(choice.reason for choice in reply.choices),
-        reply.usage.prompt_tokens,
-        reply.usage.cached_tokens,
-        reply.usage.completion_tokens,
-        reply.timing.first_token_s,
-        reply.timing.total_s,
-        finish.prefill_incarnation or "local",
-        finish.decode_incarnation,
+def _log_finish(request_id: str, finish: Finish) -> None:
+    usage, timing = finish.reply.usage, finish.reply.timing
+    log_event(
+        _log,
+        "finished",
+        request_id=request_id,
+        finish_reason="/".join(choice.reason for choice in finish.reply.choices),
+        prompt_tokens=usage.prompt_tokens,
+        cached_tokens=usage.cached_tokens,
+        completion_tokens=usage.completion_tokens,
+        queue_s=timing.queue_s,
+        first_token_s=timing.first_token_s,
+        total_s=timing.total_s,
+        prefill_worker=finish.prefill_incarnation or "none",
+        decode_worker=finish.decode_incarnation,
     )
 
 

@@ -48,6 +48,7 @@ from phasor.router.lifecycle_events import (
     WorkerAnswered,
     WorkerLost,
 )
+from phasor.router.metrics import RequestRecord
 from phasor.router.policy import WorkerRef
 from phasor.router.registry import Lease, Registry
 from phasor.router.reply_stream import ReplyStream
@@ -91,6 +92,7 @@ class RequestExecution:
         registry: reaches the workers and counts what is in flight on them.
         write: sends one response to the client; may wait for a slow one.
         clock: the same as the life cycle's times are from.
+        record: is told what the metrics count.
     """
 
     def __init__(
@@ -101,9 +103,10 @@ class RequestExecution:
         registry: Registry,
         write: Write,
         clock: Clock,
+        record: RequestRecord,
     ) -> None:
         self._request, self._lifecycle, self._registry = request, lifecycle, registry
-        self._write, self._clock = write, clock
+        self._write, self._clock, self._record = write, clock, record
         self._reply = ReplyStream(
             request_id=request.request_id,
             shape=request.shape,
@@ -274,10 +277,12 @@ class RequestExecution:
             match message.WhichOneof("event"):
                 case "admitted":
                     admitted = message.admitted
+                    self._record.admitted()
                     ticket = admitted.ticket if admitted.HasField("ticket") else None
                     self._put(Admitted(now_s=now_s, ticket=ticket, cached_tokens=admitted.cached_tokens))
                 case "delta":
                     num_tokens = len(message.delta.token_ids)
+                    self._record.made_tokens(now_s, choice=message.delta.index, num_tokens=num_tokens)
                     self._put(DeltaArrived(now_s=now_s, num_tokens=num_tokens, message=message))
                 case "finished":
                     await self._await_stream_end(call)

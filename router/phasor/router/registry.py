@@ -66,6 +66,11 @@ def check_members(members: Sequence[Member]) -> None:
             raise ConfigError("router.members", member.address, hint)
 
 
+def worker_states(registry: "Registry") -> list[tuple[str, str]]:
+    """Return (role, "healthy" or "unhealthy") of every member; any thread."""
+    return [(s.ref.role, "unhealthy" if s.why_not else "healthy") for s in registry.snapshots()]
+
+
 class Lease:
     """One request counted as in flight on one incarnation, until `release`."""
 
@@ -161,7 +166,7 @@ class Registry:
 
     def snapshots(self) -> list[WorkerSnapshot]:
         """Return every member's state for the policy, in the order of the members."""
-        return [self._snapshot(record) for record in self._records.values()]
+        return [self._snapshot(record) for record in list(self._records.values())]
 
     def summaries(self) -> list[inference_pb2.WorkerSummary]:
         """Return every member's state for GetServerInfo."""
@@ -172,6 +177,7 @@ class Registry:
                 incarnation=record.incarnation,
                 healthy=not self._why_not(record),
                 counts=record.counts,
+                metrics_address=record.description.metrics_address if record.description else "",
             )
             for record in self._records.values()
         ]

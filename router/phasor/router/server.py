@@ -23,6 +23,7 @@ from phasor.router.registry import Member, Registry, RegistryTimings, check_memb
 from phasor.router.served import ServedModel
 from phasor.v1 import inference_pb2, inference_pb2_grpc
 from phasor.wire import channels
+from phasor.wire.metrics_server import MetricsServer
 
 _log = logging.getLogger(__name__)
 
@@ -74,13 +75,16 @@ class RouterServer:
         health_pb2_grpc.add_HealthServicer_to_server(health, server)
         names = (_SERVICE, grpc_health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, server)
-        running = _Running(registry, served, edge, health, server)
+        metrics = MetricsServer(edge.metrics.registry)
+        edge.metrics_address = metrics.start(host, self._config.metrics_port)
+        running = _Running(registry, served, edge, health, server, metrics)
         await running.publish_health()
         shown_host = f"[{host}]" if ":" in host else host
         try:
             bound = server.add_insecure_port(f"{shown_host}:{port}")
         except RuntimeError as exc:
             await server.stop(None)
+            await metrics.stop()
             raise ConfigError("router.port", port, "in use; choose another with --port") from exc
         await server.start()
         self._running = running
@@ -113,6 +117,12 @@ class RouterServer:
         await running.server.stop(grace_s)
         await running.registry.close()
         running.served.close()
+        await running.metrics.stop()
+
+    @property
+    def metrics_address(self) -> str:
+        """Where Prometheus reads this router, host:port; empty when off or not running."""
+        return self._running.edge.metrics_address if self._running else ""
 
     @property
     def registry(self) -> Registry:
@@ -154,9 +164,10 @@ class _Running:
         edge: InferenceEdge,
         health: "grpc_health.aio.HealthServicer",
         server: grpc.aio.Server,
+        metrics: MetricsServer,
     ) -> None:
         self.registry, self.served, self.edge = registry, served, edge
-        self.health, self.server = health, server
+        self.health, self.server, self.metrics = health, server, metrics
         self.follower: asyncio.Task[None] | None = None
         self._was_ready: bool | None = None
 
