@@ -13,25 +13,39 @@ class StopFilter:
     stop: tuple[str, ...]
     held: str = ""
     matched: str = ""
+    num_exempt: int = 0
+    """Characters of `held` that were made before the reply could stop: a stop string ends the reply if it ends
+    after them, even if it begins among them."""
 
-    def push(self, text: str) -> str:
-        """Return the text that can be shown now. After a match (`matched` is set) nothing more is shown."""
+    def push(self, text: str, *, may_stop: bool = True) -> str:
+        """Return the text that can be shown now. After a match (`matched` is set) nothing more is shown.
+
+        Args:
+            text: what comes next.
+            may_stop: whether a stop string that ends in `text` ends the reply.
+        """
         if self.matched:
             return ""
         self.held += text
-        found = [(self.held.find(stop), stop) for stop in self.stop if stop in self.held]
+        if not may_stop:
+            self.num_exempt = len(self.held)
+        found = [(index, stop) for stop in self.stop if (index := self._find(stop)) >= 0]
         if found:
             index, self.matched = min(found, key=lambda item: (item[0], -len(item[1])))
             shown, self.held = self.held[:index], ""
             return shown
         keep = self._num_undecided()
         shown, self.held = self.held[: len(self.held) - keep], self.held[len(self.held) - keep :]
+        self.num_exempt = max(0, self.num_exempt - len(shown))
         return shown
 
     def finish(self) -> str:
         """Return what was held back: the reply is over, so it is no stop string."""
         shown, self.held = self.held, ""
         return shown
+
+    def _find(self, stop: str) -> int:
+        return self.held.find(stop, max(0, self.num_exempt - len(stop) + 1))
 
     def _num_undecided(self) -> int:
         """Length of the longest end of `held` that is a beginning of a stop string."""
@@ -69,19 +83,20 @@ class ReplyText:
     def push(self, token: int, *, may_stop: bool = True) -> str:
         """Take in one token that is to be shown; return the text that became certain.
 
-        Without `may_stop` (a reply shorter than min_tokens) no stop string begins or ends in this token's text.
+        Without `may_stop` (a reply not longer than min_tokens) a stop string that this token completes is text like
+        any other; one that a later token completes ends the reply even if it begins here.
         """
         self._ids.append(token)
         piece = self._stream.step(self.tokenizer, token)
         if piece is None:
             return ""
         self._num_decoded += len(piece)
-        return self._filter.push(piece) if may_stop else piece
+        return self._filter.push(piece, may_stop=may_stop)
 
-    def finish(self) -> str:
+    def finish(self, *, may_stop: bool = True) -> str:
         """Return the rest: bytes that never became a character (as U+FFFD) and text held back for a stop string."""
         if self._filter.matched:
             return ""
         whole = self.tokenizer.decode(self._ids, skip_special_tokens=True)
-        shown = self._filter.push(whole[self._num_decoded :])
+        shown = self._filter.push(whole[self._num_decoded :], may_stop=may_stop)
         return shown if self._filter.matched else shown + self._filter.finish()

@@ -82,6 +82,8 @@ class ServedModel:
             max_model_len=min(worker.max_model_len for worker in workers),
             vocab_size=tokenizer.vocab_size,
             max_pool_tokens=max(worker.num_blocks * worker.identity.block_tokens for worker in workers),
+            max_running=max(worker.max_running for worker in workers),
+            block_tokens=reference.identity.block_tokens,
         )
 
     def card(self) -> inference_pb2.ModelCard:

@@ -24,6 +24,8 @@ MAX_TOP_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024
 MAX_BIAS = 100.0
 MAX_PENALTY = 2.0
+MAX_REPETITION_PENALTY = 100.0
+"""Beyond it, and below its inverse, logits may leave float32's range."""
 MAX_CHOICES = 64
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
@@ -41,6 +43,10 @@ class ModelLimits:
     """Token ids are 0 .. vocab_size - 1."""
     max_pool_tokens: int
     """Tokens that the largest KV pool among usable decode workers holds."""
+    max_running: int = MAX_CHOICES
+    """Replies that a decode worker can write together: the most among usable ones."""
+    block_tokens: int = 1
+    """Tokens per block of those pools."""
 
 
 def check_model(name: str, served_name: str) -> None:
@@ -209,7 +215,7 @@ def fill_sampling(
 
     Raises:
         InvalidRequestError: naming field, value and what would work.
-        CapacityError: prompt plus max_tokens exceeds every decode worker's pool (`ever` is set).
+        CapacityError: prompt plus max_tokens, or so many replies, exceed every decode worker (`ever` is set).
     """
     if message.top_k < 0:
         raise InvalidRequestError("sampling.top_k", message.top_k, "must be >= 0 (0 keeps all)")
@@ -219,6 +225,7 @@ def fill_sampling(
     logprobs = _top_logprobs(message, "logprobs")
     prompt_logprobs = _top_logprobs(message, "prompt_logprobs")
     max_tokens = _max_tokens(message, prompt_tokens, limits)
+    _check_choices_fit(num_choices, prompt_tokens, limits)
     return SamplingParams(
         temperature=temperature,
         top_k=message.top_k,
@@ -226,9 +233,7 @@ def fill_sampling(
         min_p=_number(message, "min_p", 0.0, lambda v: 0 <= v <= 1, "must be >= 0 (keeps all) and <= 1"),
         presence_penalty=_penalty(message, "presence_penalty"),
         frequency_penalty=_penalty(message, "frequency_penalty"),
-        repetition_penalty=_number(
-            message, "repetition_penalty", 1.0, lambda v: v > 0, "must be finite and > 0 (1 changes nothing)"
-        ),
+        repetition_penalty=_repetition_penalty(message),
         logit_bias=_logit_bias(message.logit_bias, limits.vocab_size),
         seed=message.seed if message.HasField("seed") else draw_seed(),
         max_tokens=max_tokens,
@@ -254,6 +259,12 @@ def _number(
 def _penalty(message: pb.SamplingParams, name: str) -> float:
     hint = f"must be -{MAX_PENALTY:g} to {MAX_PENALTY:g} (0 changes nothing)"
     return _number(message, name, 0.0, lambda v: abs(v) <= MAX_PENALTY, hint)
+
+
+def _repetition_penalty(message: pb.SamplingParams) -> float:
+    least, most = 1 / MAX_REPETITION_PENALTY, MAX_REPETITION_PENALTY
+    hint = f"must be {least:g} to {most:g} (1 changes nothing)"
+    return _number(message, "repetition_penalty", 1.0, lambda v: least <= v <= most, hint)
 
 
 def _top_logprobs(message: pb.SamplingParams, name: str) -> int | None:
@@ -285,6 +296,27 @@ def _min_tokens(value: int, max_tokens: int) -> int:
         hint = f"must be 0 to max_tokens, which is {max_tokens}"
         raise InvalidRequestError("sampling.min_tokens", value, hint)
     return value
+
+
+def _check_choices_fit(num_choices: int, prompt_tokens: int, limits: ModelLimits) -> None:
+    """Refuse more replies than any decode worker could ever begin together."""
+    if num_choices > limits.max_running:
+        raise CapacityError(
+            f"sampling.n (or best_of) asks for {num_choices} replies and decode workers write at most "
+            f"{limits.max_running} together; ask for fewer, or raise --max-running",
+            ever=True,
+        )
+    # Whole blocks of the prompt are shared; of a partial last one each further reply has a copy.
+    num_blocks = -(-prompt_tokens // limits.block_tokens)
+    if prompt_tokens % limits.block_tokens:
+        num_blocks += num_choices - 1
+    if num_blocks * limits.block_tokens > limits.max_pool_tokens:
+        raise CapacityError(
+            f"sampling.n (or best_of) asks for {num_choices} replies, which begin with {num_blocks} blocks of "
+            f"{limits.block_tokens} tokens; the largest KV pool of a decode worker holds {limits.max_pool_tokens} "
+            "tokens; ask for fewer, or raise --kv-memory",
+            ever=True,
+        )
 
 
 def _max_tokens(message: pb.SamplingParams, prompt_tokens: int, limits: ModelLimits) -> int:

@@ -87,3 +87,33 @@ def test_filter_equals_cutting_the_whole_text(pieces: list[str], stops: list[str
     shown += stop_filter.finish()
     starts = [whole.index(s) for s in stops if s in whole]
     assert shown == (whole[: min(starts)] if starts else whole)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.lists(st.text(alphabet="abc", max_size=4), max_size=10),
+    st.lists(st.text(alphabet="abc", min_size=1, max_size=4), min_size=1, max_size=3),
+    st.integers(0, 6),
+)
+def test_a_stop_string_counts_if_it_ends_behind_min_tokens(
+    pieces: list[str], stops: list[str], min_tokens: int
+) -> None:
+    """Against the obvious definition: the first stop string that ends in a piece after the exempt ones."""
+    stop_filter = StopFilter(tuple(stops))
+    shown, whole, num_exempt, cut = "", "", 0, None
+    for number, piece in enumerate(pieces, start=1):
+        shown += stop_filter.push(piece, may_stop=number > min_tokens)
+        whole += piece
+        num_exempt = len(whole) if number <= min_tokens else num_exempt
+        found = [
+            start
+            for stop in stops
+            for start in range(len(whole))
+            if whole.startswith(stop, start) and start + len(stop) > num_exempt
+        ]
+        if found:
+            cut = min(found)
+            break
+    shown += stop_filter.finish()
+    assert bool(stop_filter.matched) == (cut is not None)
+    assert shown == whole[:cut]

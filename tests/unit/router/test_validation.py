@@ -80,6 +80,17 @@ def test_max_tokens_defaults_to_what_fits_the_model_and_the_pool() -> None:
         ("sampling.stop_token_ids", {"stop_token_ids": [1] * 65}),
         ("sampling.stop_token_ids[1]", {"stop_token_ids": [1, 256]}),
         ("sampling.stop_token_ids[0]", {"stop_token_ids": [-1]}),
+        ("sampling.min_p", {"min_p": -0.1}),
+        ("sampling.min_p", {"min_p": math.nan}),
+        ("sampling.presence_penalty", {"presence_penalty": 2.1}),
+        ("sampling.frequency_penalty", {"frequency_penalty": -math.inf}),
+        ("sampling.repetition_penalty", {"repetition_penalty": 1e-300}),
+        ("sampling.repetition_penalty", {"repetition_penalty": 101.0}),
+        ("sampling.logit_bias", {"logit_bias": {256: 0.0}}),
+        ("sampling.logit_bias[7]", {"logit_bias": {7: math.nan}}),
+        ("sampling.min_tokens", {"min_tokens": 5, "max_tokens": 4}),
+        ("sampling.logprobs", {"logprobs": 21}),
+        ("sampling.prompt_logprobs", {"prompt_logprobs": -1}),
     ],
 )
 def test_wrong_sampling_parameters(field: str, fields: dict[str, Any]) -> None:
@@ -102,6 +113,41 @@ def test_a_reply_that_no_pool_can_hold() -> None:
         fill(limits=small, max_tokens=29)
     assert caught.value.ever
     assert fill(limits=small, max_tokens=28).max_tokens == 28
+
+
+@pytest.mark.parametrize(
+    ("num_choices", "prompt_tokens", "fits"),
+    [
+        (8, 16, True),
+        (9, 16, False),
+        (7, 17, True),
+        (8, 17, True),
+        (8, 33, False),
+        (6, 33, True),
+        (8, 128, True),
+        (2, 143, False),
+    ],
+)
+def test_so_many_replies_that_no_decode_worker_can_begin_them(
+    num_choices: int, prompt_tokens: int, fits: bool
+) -> None:
+    """Nine blocks of 16 tokens; a partial block of the prompt is needed once per reply."""
+    small = ModelLimits(
+        served_name="", max_model_len=256, vocab_size=256, max_pool_tokens=144, max_running=8, block_tokens=16
+    )
+    message = pb.SamplingParams(max_tokens=1)
+
+    def checked() -> int:
+        return validation.fill_sampling(
+            message, prompt_tokens, small, draw_seed=lambda: 1, num_choices=num_choices
+        ).num_choices
+
+    if fits:
+        assert checked() == num_choices
+        return
+    with pytest.raises(CapacityError, match="ask for fewer") as caught:
+        checked()
+    assert caught.value.ever
 
 
 def test_prompt_limits() -> None:
