@@ -215,6 +215,7 @@ class SimulatedPair:
         assert all(request.over for request in self.requests.values()), f"stuck: {self.story()}"
         assert not any(self.leases.values()), self.leases
         assert not self.decode.tickets and not self.decode.calls and not self.prefill.calls
+        assert not self.decode.scheduler._requests, "a request is remembered after its end"
         for worker in (self.prefill, self.decode):
             assert worker.store.pool.num_used == 0 and not worker.scheduler.has_work
             assert worker.scheduler.num_running == worker.scheduler.num_waiting == 0

@@ -66,10 +66,43 @@ class Pair(RuleBasedStateMachine):
     @precondition(lambda self: self.alive())
     @rule(number=NUMBER, now=SELDOM)
     def client_leaves(self, number: int, now: bool) -> None:
-        if not now:
+        if now:
+            self.pair.feed(self.pick(self.alive(), number), le.ClientGone(now_s=0))
+
+    @precondition(lambda self: self.without_tokens())
+    @rule(number=NUMBER, how=st.sampled_from(["client", "link", "prefill"]))
+    def ends_in_the_hand_over(self, number: int, how: str) -> None:
+        """Whoever waits at the decode worker is admitted, and one that has blocks reserved goes no further."""
+        self.turn("decode", 1)
+        for request in self.without_tokens():
+            while request.events:
+                self.pair.feed(request, request.events.popleft())
+        receiving = [self.pair.requests[request_id] for request_id in self.pair.decode.scheduler._receiving]
+        receiving = [request for request in receiving if not request.over]
+        if not receiving:
             return
-        request = self.pick(self.alive(), number)
-        self.pair.feed(request, le.ClientGone(now_s=0))
+        request = self.pick(receiving, number)
+        call = self.pair.prefill.calls.get(request.lifecycle.request_id)
+        if how == "client" or call is None or call.transfer is None:
+            self.pair.feed(request, le.ClientGone(now_s=0))
+        elif how == "link":
+            self.pair.break_transfer(call.transfer)
+        else:
+            self.turn("prefill", 3)
+            self.pair.feed(request, le.ClientGone(now_s=0))
+
+    @precondition(lambda self: self.without_tokens())
+    @rule(number=NUMBER)
+    def ends_while_it_is_admitted(self, number: int) -> None:
+        """The call is closed, and the engine admits the request before it is told."""
+        decode = self.pair.decode
+        while decode.inbox:
+            decode.take_event()
+        waiting = [self.pair.requests[entry.seq.request_id] for entry in decode.scheduler._waiting]
+        waiting = [request for request in waiting if not request.over]
+        if waiting:
+            self.pair.feed(self.pick(waiting, number), le.ClientGone(now_s=0))
+        decode.step()
 
     @rule(seconds=st.sampled_from([0.1, 0.1, 0.5, 3.0]))
     def time_passes(self, seconds: float) -> None:
@@ -177,6 +210,9 @@ class Pair(RuleBasedStateMachine):
     def alive(self) -> list[Any]:
         return [r for r in self.pair.requests.values() if not r.over]
 
+    def without_tokens(self) -> list[Any]:
+        return [request for request in self.alive() if not any(request.tokens)]
+
     def too_large(self, request: Any) -> bool:
         prefill, decode = self.pair.sizes
         total = len(request.prompt) + request.sampling.max_tokens - 1
@@ -194,7 +230,7 @@ class Pair(RuleBasedStateMachine):
 
 TestPair = Pair.TestCase
 TestPair.settings = settings(
-    max_examples=125,
+    max_examples=130,
     stateful_step_count=80,
     derandomize=True,
     phases=(Phase.generate,),
