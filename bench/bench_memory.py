@@ -1,4 +1,4 @@
-"""Bytes of KV per token of running workers, as they describe themselves, beside the arithmetic of the model's config."""
+"""Bytes of KV per token of running workers, as they say themselves, beside the arithmetic of the model's config."""
 
 import json
 from pathlib import Path

@@ -7,6 +7,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from types import TracebackType
 from typing import Any
 
@@ -25,6 +26,7 @@ class Servers:
     def __init__(self) -> None:
         self._processes: list[subprocess.Popen[str]] = []
         self._channels: list[grpc.Channel] = []
+        self._ending = ExitStack()
 
     def __enter__(self) -> "Servers":
         return self
@@ -42,13 +44,18 @@ class Servers:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait(STOP_S)
+        self._ending.close()
 
     def start(self, *commands: Sequence[str]) -> list[str]:
         """Run `python ...` for each of `commands` side by side; returns the addresses that they print when ready."""
+        return [ready["address"] for ready in self.start_ready(*commands)]
+
+    def start_ready(self, *commands: Sequence[str]) -> list[dict[str, str]]:
+        """Do as `start` does; returns all that they print when ready."""
         env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
         started = []
         for command in commands:
-            log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")
+            log = self._ending.enter_context(tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace"))
             process = subprocess.Popen(
                 [sys.executable, *command],
                 stdin=subprocess.PIPE,
@@ -60,15 +67,15 @@ class Servers:
             )
             self._processes.append(process)
             started.append((process, log))
-        addresses = []
+        lines = []
         for process, log in started:
             assert process.stdout is not None
             line = process.stdout.readline()
             if not line:
                 log.seek(0)
                 raise SystemExit(f"{process.args!r} did not start:\n{log.read()[-3000:]}")
-            addresses.append(str(json.loads(line)["address"]))
-        return addresses
+            lines.append(json.loads(line))
+        return lines
 
     def last_process(self) -> "subprocess.Popen[str]":
         """Return the process started last, to talk to."""

@@ -1,0 +1,153 @@
+"""The decode end of `bench_handover.py`, in a process of its own: places pages as a decode worker does.
+
+Prints one JSON line with its address when it is ready. Then it does what each line on standard input says and answers
+with one line: `issue N` opens a ticket for N blocks, `raw HOST PORT SIZES...` joins a plain gloo group and receives
+messages of these numbers of blocks into one buffer, over and over, answering each round with one byte, until the other
+end is gone.
+"""
+
+import argparse
+import asyncio
+import json
+import sys
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from phasor.core.config import TransportConfig
+from phasor.core.identity import Identity
+from phasor.core.ids import BlockId, TicketId, new_incarnation, new_ticket_id
+from phasor.engine.kv import PagedKV
+from phasor.engine.pages import PageLayout
+from phasor.transport.receiver import ChunkArrived, PageReceiver, TransferEvent
+from phasor.v1 import worker_pb2_grpc
+from phasor.wire.channels import new_server
+
+TIMEOUT_S = 60.0
+
+
+def layout_of(num_layers: int) -> PageLayout:
+    """Return pages like SmolLM2's (30 layers), or smaller ones."""
+    return PageLayout(
+        num_layers=num_layers, num_kv_heads=3, k_dim=64, v_dim=64, block_tokens=16, dtype="bfloat16"
+    )
+
+
+def identity_of(layout: PageLayout) -> Identity:
+    """Return what both ends say that they are."""
+    return Identity(
+        weights_digest="bench",
+        adapter_digest="",
+        k_dtype=layout.dtype,
+        v_dtype=layout.dtype,
+        layers=tuple(range(layout.num_layers)),
+        num_kv_heads=layout.num_kv_heads,
+        k_dim=layout.k_dim,
+        v_dim=layout.v_dim,
+        block_tokens=layout.block_tokens,
+        retention="full",
+        rope_fingerprint="bench",
+        tier=1.0,
+        position_basis="absolute",
+        numerics_version=1,
+        tenant_salt="",
+    )
+
+
+def raw_group(host: str, port: int, rank: int) -> Any:
+    """Join a two-rank gloo group the way torch's documentation does."""
+    dist.init_process_group(
+        "gloo",
+        init_method=f"tcp://{host}:{port}",
+        rank=rank,
+        world_size=2,
+        timeout=timedelta(seconds=TIMEOUT_S),
+    )
+    return dist.group.WORLD
+
+
+class PageOwner:
+    """A pool, and the copy into it that a decode worker makes before it acknowledges."""
+
+    def __init__(self, layout: PageLayout, num_blocks: int) -> None:
+        self.kv = PagedKV(layout, num_blocks, device="cpu")
+        self.num_blocks = num_blocks
+        self.tickets: set[TicketId] = set()
+
+    def take(self, event: TransferEvent) -> None:
+        if not isinstance(event, ChunkArrived):
+            sys.stderr.write(f"{event.error}\n")
+            return
+        if event.pages is not None:
+            # The pool is as large as the largest ticket: every ticket fills it from block 1.
+            first = 1 + event.first_block
+            self.kv.place([BlockId(first + n) for n in range(event.pages.shape[0])], event.pages)
+        event.acknowledge("")
+
+
+def receive_raw(layout: PageLayout, host: str, port: int, sizes: list[int]) -> None:
+    """Take the same bytes as plain gloo messages, until the other end leaves."""
+    raw_group(host, port, rank=1)
+    block_elements = layout.num_kv_heads * layout.page_elements
+    buffers = torch.split(
+        torch.zeros(sum(sizes) * block_elements, dtype=torch.bfloat16), [n * block_elements for n in sizes]
+    )
+    go, done = torch.zeros(1), torch.zeros(1)
+    while True:
+        dist.recv(go, 0)
+        if not go.item():
+            break
+        for buffer in buffers:
+            dist.recv(buffer, 0)
+        dist.send(done, 0)
+    dist.destroy_process_group()
+
+
+async def serve(num_layers: int, num_blocks: int) -> None:
+    layout, incarnation = layout_of(num_layers), new_incarnation()
+    owner = PageOwner(layout, num_blocks + 1)
+    server = new_server()
+    receiver = PageReceiver(
+        incarnation=incarnation,
+        identity=identity_of(layout),
+        block_shape=(layout.num_kv_heads, layout.page_elements),
+        dtype=torch.bfloat16,
+        config=TransportConfig(kind="gloo", timeout_s=TIMEOUT_S),
+        deliver=owner.take,
+    )
+    worker_pb2_grpc.add_PeerServicer_to_server(receiver, server)
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    answer(address=address, incarnation=incarnation)
+    while line := await asyncio.to_thread(sys.stdin.readline):
+        command, *rest = line.split()
+        if command == "issue":
+            ticket_id = new_ticket_id()
+            receiver.issue(ticket_id, first_block=0, num_blocks=int(rest[0]), deadline_s=TIMEOUT_S)
+            answer(ticket_id=ticket_id)
+        else:
+            sizes = [int(n) for n in rest[2:]]
+            answer(joining=rest[1])
+            await asyncio.to_thread(receive_raw, layout, rest[0], int(rest[1]), sizes)
+    await receiver.close()
+    await server.stop(0.0)
+
+
+def answer(**fields: str) -> None:
+    sys.stdout.write(json.dumps(fields) + "\n")
+    sys.stdout.flush()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--layers", type=int, required=True)
+    parser.add_argument("--blocks", type=int, required=True)
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    asyncio.run(serve(given.layers, given.blocks))
+
+
+if __name__ == "__main__":
+    main()
