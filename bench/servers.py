@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from types import TracebackType
-from typing import Any
+from typing import IO, Any
 
 import grpc
 import harness
@@ -55,7 +55,7 @@ class Servers:
         env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
         started = []
         for command in commands:
-            log = self._ending.enter_context(tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace"))
+            log = self._ending.enter_context(_new_log())
             process = subprocess.Popen(
                 [sys.executable, *command],
                 stdin=subprocess.PIPE,
@@ -105,6 +105,10 @@ class Servers:
         channel = connect_sync(address)
         self._channels.append(channel)
         return channel
+
+
+def _new_log() -> IO[str]:
+    return tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")
 
 
 def worker_command(role: str, model: str, *options: str) -> list[str]:
