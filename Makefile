@@ -25,7 +25,7 @@ DEPS := $(VENV)/.deps-stamp
 READY := $(VENV)/.ready-stamp
 MODEL ?= smollm2
 
-.PHONY: help venv model demo serve test test-fast lint format proto bench lock clean
+.PHONY: help venv model demo serve test test-fast lint format proto bench performance lock clean
 
 help:
 	@echo 'Phasor: serve one language model with prompt readers and reply writers on different machines.'
@@ -40,7 +40,8 @@ help:
 	@echo '  make lint         ruff, mypy --strict, import contracts, generated code up to date'
 	@echo '  make format       let ruff rewrite the code'
 	@echo '  make proto        generate the Python code of proto/phasor/v1/*.proto again'
-	@echo '  make bench        run the benchmarks in bench/'
+	@echo '  make bench        run the benchmarks in bench/ (about 10 minutes) and keep what they measured'
+	@echo '  make performance  render docs/performance.md from what was kept'
 	@echo
 	@echo 'Set-up and upkeep:'
 	@echo '  make venv         .venv with the locked dependencies and Phasor itself, editable'
@@ -116,11 +117,12 @@ format: venv
 proto: venv
 	$(BIN)/python scripts/generate_proto.py
 
-# Every bench/bench_*.py is a program; each prints JSON lines.
-bench: venv
-	@shopt -s nullglob; found=(bench/bench_*.py bench/*/bench_*.py); \
-	if (( $${#found[@]} == 0 )); then echo 'No benchmark yet: bench/README.md says how to add one.'; fi; \
-	for file in "$${found[@]}"; do echo "== $$file" >&2; $(BIN)/python "$$file" $(ARGS); done
+# Every bench/bench_*.py is a program that prints JSON lines; run_all.py keeps them in bench/results/.
+bench: model
+	@$(BIN)/python bench/run_all.py $(ARGS)
+
+performance: venv
+	@$(BIN)/python scripts/render_performance.py
 
 # ---- upkeep -------------------------------------------------------------------------------------
 
