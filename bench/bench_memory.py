@@ -52,6 +52,8 @@ def main() -> None:
                 unit="bytes per token",
                 scale=1.0,
             )
+            if found != expected:
+                raise SystemExit(f"{dtype}: a worker says {found} bytes of KV per token, {expected} are right")
 
 
 if __name__ == "__main__":
