@@ -62,12 +62,24 @@ def configure_logging(
 
     Args:
         log_format: "text" or "json".
-        level: the least severe that is written.
+        level: the least severe that Phasor writes; other libraries write warnings and errors.
         stream: standard error by default.
     """
-    handler = logging.StreamHandler(stream or sys.stderr)
+    handler = logging.StreamHandler(stream) if stream is not None else _StandardError()
     handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
-    logging.basicConfig(level=level, handlers=[handler], force=True)
+    logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
+    logging.getLogger("phasor").setLevel(level)
+
+
+class _StandardError(logging.StreamHandler[TextIO]):
+    """Whatever `sys.stderr` is at the moment of writing: it may be replaced, and the old one closed."""
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+
+    @property
+    def stream(self) -> TextIO:  # type: ignore[override]
+        return sys.stderr
 
 
 class TextFormatter(logging.Formatter):

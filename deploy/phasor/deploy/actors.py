@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from phasor.core.config import RouterConfig, ServingConfig
 from phasor.core.errors import ConfigError, WorkerLostError
+from phasor.core.logs import configure_logging
 from phasor.deploy.fleet import FLEET_NAME, Fleet
 from phasor.deploy.fleet_state import FleetPolicy, Member, MemberState, Role
 from phasor.deploy.ray_calls import CALL_TIMEOUT_S, call, in_thread
@@ -86,7 +87,7 @@ class RouterActor:
     """
 
     def __init__(self, config: RouterConfig) -> None:
-        logging.basicConfig(level=logging.INFO)
+        configure_logging(config.log_format)
         from phasor.router.server import RouterServer
 
         self._server = RouterServer(config)

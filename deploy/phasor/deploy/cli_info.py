@@ -60,6 +60,7 @@ def server_table(info: "ServerInfo", address: str) -> "Table":
         "KV block": f"{identity.block_tokens} tokens x {len(identity.layers)} layers x "
         f"{identity.num_kv_heads} heads x ({identity.k_dim} + {identity.v_dim}), "
         f"K {identity.k_dtype}, V {identity.v_dtype}, retention {identity.retention}",
+        "metrics of the router": f"http://{info.metrics_address}/metrics" if info.metrics_address else "off",
     }
     for name, value in rows.items():
         table.add_row(name, Text(value))

@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 
 from phasor.core.config import ServingConfig, build, load_file, parse_bytes
+from phasor.core.logs import configure_logging
 from phasor.deploy import serve_options as options
 
 _FLAGS: dict[str, str] = {
@@ -30,6 +31,8 @@ _FLAGS: dict[str, str] = {
     "start_timeout": "fleet.start_timeout_s",
     "host": "router.host",
     "port": "router.port",
+    "metrics_port": "router.metrics_port",
+    "log_format": "router.log_format",
     "local_prefill_tokens": "router.local_prefill_tokens",
     "transport": "transport.kind",
     "worker_host": "transport.host",
@@ -92,6 +95,8 @@ def _serve(
     worker_host: options.WorkerHost = None,
     host: options.Host = None,
     port: options.Port = None,
+    metrics_port: options.MetricsPort = None,
+    log_format: options.LogFormat = None,
     config: options.Config = None,
     ray_address: options.RayAddress = None,
     detach: options.Detach = False,
@@ -118,6 +123,7 @@ def _serve(
 
         tree = serving_config(config, flags)
         check_fleet(tree, num_ranks=tensor_parallel)
+        configure_logging(tree.router.log_format)
         if detach:
             await serve_detached(tree, display=_display(), replace=replace)
         else:

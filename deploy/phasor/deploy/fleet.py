@@ -13,6 +13,7 @@ from typing import Any
 
 from phasor.core.config import ServingConfig
 from phasor.core.errors import ConfigError, PhasorError, WorkerLostError
+from phasor.core.logs import configure_logging
 from phasor.deploy.fleet_state import (
     Event,
     FleetPolicy,
@@ -100,7 +101,7 @@ class Fleet:
         policy: FleetPolicy | None = None,
         classes: Mapping[Role, type] | None = None,
     ) -> None:
-        logging.basicConfig(level=logging.INFO)
+        configure_logging(config.router.log_format)
         check_fleet(config)
         self._config = config
         self._classes = dict(classes) if classes is not None else worker_classes()

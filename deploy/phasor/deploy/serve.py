@@ -247,6 +247,15 @@ def announce(running: Deployment, display: Display) -> None:
             f"KV pool of each worker: {config.kv.memory_bytes / 2**20:.0f} MiB = {counts.num_blocks} blocks "
             f"x {config.kv.block_tokens} tokens = {tokens} tokens"
         )
+    if info.metrics_address:
+        display.say(
+            f"Metrics of the router, for Prometheus: http://{reachable(info.metrics_address)}/metrics"
+        )
+        for worker in info.workers:
+            role = inference_pb2.WorkerRole.Name(worker.role).removeprefix("WORKER_ROLE_").lower()
+            display.say(
+                f"Metrics of the {role} worker {worker.address}: http://{worker.metrics_address}/metrics"
+            )
     display.say(f"Serving {config.model.served_name} ({config.model.dtype}) at {running.address}")
     display.say(f"Try:  phasor chat --address {address}")
 

@@ -42,6 +42,14 @@ WorkerHost = Annotated[
 ]
 Host = Annotated[str | None, typer.Option(help="Address for clients. (default: 127.0.0.1)")]
 Port = Annotated[int | None, typer.Option(help="Port for clients; 0 takes a free one. (default: 50051)")]
+MetricsPort = Annotated[
+    str | None,
+    typer.Option(
+        metavar="PORT",
+        help="Port where Prometheus reads the router; 0 takes a free one, as workers do; off serves none. (default: 0)",
+    ),
+]
+LogFormat = Annotated[str | None, typer.Option(help="Log lines: text or json. (default: text)")]
 Config = Annotated[
     Path | None, typer.Option(metavar="FILE.toml", help="Configuration file; flags win over it.")
 ]

@@ -251,9 +251,11 @@ def server_info(response: pb.GetServerInfoResponse) -> ServerInfo:
                 incarnation=worker.incarnation,
                 healthy=worker.healthy,
                 counts=_copy(Counts, worker.counts),
+                metrics_address=worker.metrics_address,
             )
             for worker in response.workers
         ),
+        metrics_address=response.metrics_address,
     )
 
 

@@ -140,6 +140,7 @@ class Counts:
     bytes_transferred_total: int = 0
     num_leaked_blocks: int = 0
     num_preemptions_total: int = 0
+    num_transfer_failures_total: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,6 +152,8 @@ class Worker:
     incarnation: str
     healthy: bool
     counts: Counts
+    metrics_address: str = ""
+    """host:port where Prometheus reads it; empty: nowhere."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,3 +165,5 @@ class ServerInfo:
     identity: Identity
     rope: Rope
     workers: tuple[Worker, ...]
+    metrics_address: str = ""
+    """host:port where Prometheus reads the router; empty: nowhere."""
