@@ -9,7 +9,9 @@ end is gone.
 import argparse
 import asyncio
 import json
+import queue
 import sys
+import threading
 from datetime import timedelta
 from typing import Any
 
@@ -18,7 +20,7 @@ import torch.distributed as dist
 
 from phasor.core.config import TransportConfig
 from phasor.core.identity import Identity
-from phasor.core.ids import BlockId, TicketId, new_incarnation, new_ticket_id
+from phasor.core.ids import BlockId, new_incarnation, new_ticket_id
 from phasor.engine.kv import PagedKV
 from phasor.engine.pages import PageLayout
 from phasor.transport.receiver import ChunkArrived, PageReceiver, TransferEvent
@@ -69,17 +71,23 @@ def raw_group(host: str, port: int, rank: int) -> Any:
 
 
 class PageOwner:
-    """A pool, and the copy into it that a decode worker makes before it acknowledges."""
+    """A pool, and the copy into it that a decode worker makes in its engine thread before it acknowledges."""
 
     def __init__(self, layout: PageLayout, num_blocks: int) -> None:
         self.kv = PagedKV(layout, num_blocks, device="cpu")
-        self.num_blocks = num_blocks
-        self.tickets: set[TicketId] = set()
+        self._arrived: queue.SimpleQueue[TransferEvent] = queue.SimpleQueue()
+        self.take = self._arrived.put
+        threading.Thread(target=self._run, name="engine", daemon=True).start()
 
-    def take(self, event: TransferEvent) -> None:
-        if not isinstance(event, ChunkArrived):
-            sys.stderr.write(f"{event.error}\n")
-            return
+    def _run(self) -> None:
+        while True:
+            event = self._arrived.get()
+            if isinstance(event, ChunkArrived):
+                self._place(event)
+            else:
+                sys.stderr.write(f"{event.error}\n")
+
+    def _place(self, event: ChunkArrived) -> None:
         if event.pages is not None:
             # The pool is as large as the largest ticket: every ticket fills it from block 1.
             first = 1 + event.first_block

@@ -1,8 +1,9 @@
 """One link's prefill end: its stream, its thread, and the transfers that are on it.
 
-Order: a chunk's sequence number is drawn and its announcement posted under one lock, by the link's thread, which
-then puts the chunk's bytes on the link before it takes the next chunk. So bytes follow announcements, per link, in
-one total order. An abort has no bytes and may be announced by any thread in between.
+Order: a piece's sequence number is drawn and its announcement posted under one lock, by the link's thread, which
+sends bytes in the order of their announcements, at most one piece behind: while one piece travels, the other end
+learns of the next, and never waits with the link idle for an announcement to find its way through gRPC. An abort has
+no bytes and may be announced by any thread in between.
 """
 
 import asyncio
@@ -150,6 +151,8 @@ class OutgoingLink:
         self._transfers: dict[str, OutgoingTransfer] = {}
         self._sequence = 0
         self._work: queue.SimpleQueue[tuple[OutgoingTransfer, PageChunk] | None] = queue.SimpleQueue()
+        self._unsent: list[torch.Tensor] = []
+        """The piece that is announced and whose bytes are next. The link's thread only."""
         self._announcements: asyncio.Queue[pb.Announcement | None] = asyncio.Queue()
         self._stream = worker_pb2_grpc.PeerStub(channel).Transfer(self._outgoing())
         self._reader = asyncio.create_task(self._read_acknowledgements(), name=f"acks {link_id}")
@@ -252,6 +255,8 @@ class OutgoingLink:
         try:
             while (item := self._work.get()) is not None:
                 self._send(*item)
+                if self._work.empty():
+                    self._flush()
         except PhasorError as exc:
             post(self.loop, self.fail, exc)
         except Exception as exc:  # the top of this thread: whatever it was, its transfers must end
@@ -276,22 +281,36 @@ class OutgoingLink:
                 checksum=checksum(tensors),
                 last=chunk.last if index == len(pieces) - 1 else None,
             )
-            if not self._begin_piece(transfer, announcement, sum(t.nbytes for t in tensors)):
+            num_bytes = sum(t.nbytes for t in tensors)
+            if not self._has_room(num_bytes):
+                # What makes room are acknowledgements, of this piece's bytes among others.
+                self._flush()
+            if not self._begin_piece(transfer, announcement, num_bytes):
                 return
-            self._link.send(tensors)
+            self._flush()
+            self._unsent = tensors
             first_block += announcement.num_blocks
+
+    def _flush(self) -> None:
+        """Send the bytes that are announced. They must follow even if their transfer has ended meanwhile."""
+        tensors, self._unsent = self._unsent, []
+        self._link.send(tensors)
+
+    def _has_room(self, num_bytes: int) -> bool:
+        with self._changed:
+            return self._is_free(num_bytes)
+
+    def _is_free(self, num_bytes: int) -> bool:
+        """Return whether the window takes `num_bytes` more; the lock is held."""
+        held = sum(other.ledger.unacknowledged_bytes for other in self._transfers.values())
+        return held == 0 or held + num_bytes <= self._limits.max_unacknowledged_bytes
 
     def _begin_piece(self, transfer: OutgoingTransfer, announcement: pb.Announcement, num_bytes: int) -> bool:
         """Wait for the window to take `num_bytes` more, then announce; returns whether the bytes must follow."""
-
-        def is_free() -> bool:
-            held = sum(other.ledger.unacknowledged_bytes for other in self._transfers.values())
-            return held == 0 or held + num_bytes <= self._limits.max_unacknowledged_bytes
-
         with self._changed:
             # A busy decode worker is not a dead one, so this wait ends with the ticket, not with the link.
             in_time = self._changed.wait_for(
-                lambda: self.dead is not None or transfer.ended or is_free(),
+                lambda: self.dead is not None or transfer.ended or self._is_free(num_bytes),
                 max(0.0, transfer.deadline_s - time.monotonic()),
             )
             if self.dead is not None or transfer.ended:
