@@ -29,7 +29,8 @@ SEED = int(os.environ.get("PHASOR_SOAK_SEED", "20261201"))
 NUM_REQUESTS = int(os.environ.get("PHASOR_SOAK_REQUESTS", "500"))
 NUM_CLIENTS = 10
 NUM_KINDS = 50
-ABORTED = 0.2
+ABORTED = 0.3
+"""Share of requests whose client means to leave; some end before it does, and a fifth really leave."""
 TEXT = "import os\n\n\nclass Store:\n    def get(self, key):\n        return self.values.get(key)\n" * 2
 ARGS = (
     *("--kv-memory", "330KiB", "--block-tokens", "4", "--max-model-len", "140", "--max-step-tokens", "24"),
@@ -138,7 +139,7 @@ def test_soak(running: Cluster) -> None:
         f"left {num_left} of {NUM_REQUESTS}; preempted {[c.num_preemptions_total for c in counts]}, "
         f"reused {[running.counts(p).prompt_tokens_reused_total for p in running.workers]} tokens\n"
     )
-    assert num_left > 0.05 * NUM_REQUESTS
+    assert num_left > 0.1 * NUM_REQUESTS
     assert sum(c.num_preemptions_total for c in counts) > 0, (
         "no pressure: the pools are too large for this test"
     )
