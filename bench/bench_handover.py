@@ -32,7 +32,7 @@ TINY_FOLDER = harness.REPOSITORY / "tests" / "data" / "tiny-code-256"
 GOAL_BANDWIDTH, GOAL_EXPOSED, GOAL_FIRST_TOKEN = 0.8, 0.05, 1.1
 CHUNK_BLOCKS = 32
 """A prefill worker's step of 512 tokens."""
-PROMPTS = {512: 7, 2048: 5, 6000: 3}
+PROMPTS = {512: 5, 2048: 3, 6000: 2}
 """Tokens, and how often a prompt of so many is asked."""
 SMOKE_PROMPTS = {100: 2}
 MODEL_LAYERS, MODEL_BLOCKS = 30, 375

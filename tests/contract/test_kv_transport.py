@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import threading
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -23,6 +23,7 @@ from tests.helpers.transfers import (
     BLOCK_SHAPE,
     IDENTITY,
     PATIENCE_S,
+    SINGLE_RUNS,
     DecodeEnd,
     Faults,
     FaultyLinks,
@@ -85,6 +86,40 @@ async def test_large_chunk_goes_in_pieces(links: LinkFactory) -> None:
     ):
         ticket, pages = decode.issue(40), random_pages(40)
         await send_all(sender, ticket, pages, chunk_blocks=40)
+        assert torch.equal(decode.pages_of(ticket), pages)
+        await at_rest(decode)
+
+
+async def test_small_runs_go_as_one_message(links: LinkFactory) -> None:
+    """Single blocks from all over the pool, several chunks of different sizes, each one message."""
+    faults, limits = Faults(), replace(SINGLE_RUNS, min_run_bytes=2 * BLOCK_BYTES)
+    async with DecodeEnd(links) as decode, PrefillEnd(FaultyLinks(links, faults), limits=limits) as sender:
+        ticket, pages = decode.issue(12), random_pages(12)
+        transfer = await sender.open(ticket)
+        for start, stop in ((0, 3), (3, 10), (10, 12)):
+            last = last_chunk() if stop == 12 else None
+            transfer.push(PageChunk(start, list(pages[start:stop].split(1)), last))
+        await transfer.wait_acknowledged(PATIENCE_S)
+        assert torch.equal(decode.pages_of(ticket), pages)
+        assert faults.num_sent == 3
+        await at_rest(decode)
+
+
+async def test_staging_is_used_again_only_after_its_answer(links: LinkFactory) -> None:
+    async with DecodeEnd(links, hold=True) as decode, PrefillEnd(links) as sender:
+        ticket, pages = decode.issue(8), random_pages(8)
+        transfer = await sender.open(ticket)
+        transfer.push(PageChunk(0, [pages[:2]]))
+        transfer.push(PageChunk(2, [pages[2:4]]))
+        first, second = await decode.chunk(0), await decode.chunk(1)
+        decode.place(first)
+        # A second answer must not give the memory back again: it is another chunk's by now.
+        first.acknowledge("")
+        transfer.push(PageChunk(4, [pages[4:6]]))
+        transfer.push(PageChunk(6, [pages[6:]], last_chunk()))
+        for event in (second, await decode.chunk(2), await decode.chunk(3)):
+            decode.place(event)
+        await transfer.wait_acknowledged(PATIENCE_S)
         assert torch.equal(decode.pages_of(ticket), pages)
         await at_rest(decode)
 

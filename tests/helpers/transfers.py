@@ -24,6 +24,9 @@ TIMEOUT_S = 1.0
 PATIENCE_S = 20.0
 """For a loaded machine: nothing that is right takes so long, and nothing that hangs is waited for longer."""
 
+SINGLE_RUNS = replace(DEFAULT_LIMITS, min_run_bytes=0)
+"""Every run is a message of its own, so that faults can be aimed at each of them."""
+
 IDENTITY = Identity(
     weights_digest="aa" * 32,
     adapter_digest="",
@@ -227,7 +230,7 @@ class PrefillEnd:
         factory: LinkFactory,
         *,
         identity: Identity = IDENTITY,
-        limits: LinkLimits = DEFAULT_LIMITS,
+        limits: LinkLimits = SINGLE_RUNS,
         timeout_s: float = TIMEOUT_S,
     ) -> None:
         self.incarnation: Incarnation = new_incarnation()

@@ -50,6 +50,9 @@ class LinkLimits:
     """Larger chunks are announced and sent in pieces (of one block at least)."""
     max_unacknowledged_bytes: int
     """Beyond it the link waits for the other end to place what it has."""
+    min_run_bytes: int = 0
+    """A piece whose runs are smaller on average is copied together first and sent as one message: each message costs
+    both ends a meeting, the copy only memory bandwidth."""
 
 
 class OutgoingTransfer:
@@ -153,6 +156,8 @@ class OutgoingLink:
         self._work: queue.SimpleQueue[tuple[OutgoingTransfer, PageChunk] | None] = queue.SimpleQueue()
         self._unsent: list[torch.Tensor] = []
         """The piece that is announced and whose bytes are next. The link's thread only."""
+        self._buffers: list[torch.Tensor | None] = [None, None]
+        """For runs that are copied together. The link's thread only."""
         self._announcements: asyncio.Queue[pb.Announcement | None] = asyncio.Queue()
         self._stream = worker_pb2_grpc.PeerStub(channel).Transfer(self._outgoing())
         self._reader = asyncio.create_task(self._read_acknowledgements(), name=f"acks {link_id}")
@@ -197,14 +202,16 @@ class OutgoingLink:
             self._changed.notify_all()
         _log.info("%s to %s ended: %s", self._link_id, self._peer, error)
         self._work.put(None)
+        # Ends the stream behind what is announced: the other end closes those tickets now, not at their deadlines.
         self._announcements.put_nowait(None)
-        self._stream.cancel()
         self._link.close()
         self._on_dead(self)
 
     async def close(self, timeout_s: float) -> None:
-        """End the link, its stream and channel, and wait for its thread, at most `timeout_s`."""
+        """End the link, its stream and channel, and wait for its thread, at most `timeout_s` each."""
         self.fail(TransferError("the prefill worker is stopping"))
+        await asyncio.wait({self._reader}, timeout=timeout_s)
+        self._stream.cancel()
         self._reader.cancel()
         await asyncio.gather(self._reader, return_exceptions=True)
         await self._channel.close()
@@ -272,7 +279,7 @@ class OutgoingLink:
         for index, piece in enumerate(pieces):
             if transfer.ended:
                 return
-            tensors = [chunk.pages[run][start:stop].to(self._link.device) for run, start, stop in piece]
+            tensors = self._tensors([chunk.pages[run][start:stop] for run, start, stop in piece])
             announcement = pb.Announcement(
                 ticket_id=transfer.ticket_id,
                 first_block=first_block,
@@ -290,6 +297,19 @@ class OutgoingLink:
             self._flush()
             self._unsent = tensors
             first_block += announcement.num_blocks
+
+    def _tensors(self, runs: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Return what to send: the runs themselves, or all of them in one."""
+        num_bytes = sum(run.nbytes for run in runs)
+        if len(runs) < 2 or num_bytes >= len(runs) * self._limits.min_run_bytes:
+            return [run.to(self._link.device) for run in runs]
+        num_blocks = sum(run.shape[0] for run in runs)
+        # Two buffers, in turns: the one taken before may hold the piece that is announced and not sent.
+        packed = self._buffers.pop(0)
+        if packed is None or packed.shape[0] < num_blocks or packed.dtype != runs[0].dtype:
+            packed = torch.empty(num_blocks, *runs[0].shape[1:], dtype=runs[0].dtype, device=runs[0].device)
+        self._buffers.append(packed)
+        return [torch.cat(runs, out=packed[:num_blocks]).to(self._link.device)]
 
     def _flush(self) -> None:
         """Send the bytes that are announced. They must follow even if their transfer has ended meanwhile."""

@@ -26,7 +26,9 @@ from phasor.wire.convert import identity_to_pb
 
 __all__ = ["DEFAULT_LIMITS", "LinkLimits", "OutgoingTransfer", "PageChunk", "PageSender"]
 
-DEFAULT_LIMITS = LinkLimits(max_piece_bytes=32 * 2**20, max_unacknowledged_bytes=128 * 2**20)
+DEFAULT_LIMITS = LinkLimits(
+    max_piece_bytes=32 * 2**20, max_unacknowledged_bytes=128 * 2**20, min_run_bytes=2 * 2**20
+)
 
 _Key = tuple[str, str]
 

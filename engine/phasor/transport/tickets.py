@@ -276,8 +276,10 @@ class TicketBook:
         wrong = self._count(event)
         if wrong is None:
             wrong = self._shape_error(event)
+        if wrong == "":
+            return self._announced_too_late(event)
         if wrong is not None:
-            return self._end(event.link_id, TransferError(wrong)) if wrong else []
+            return self._end(event.link_id, TransferError(wrong))
         chunk = _Chunk(event.ticket_id, event.num_bytes)
         self._chunks[event.link_id, event.sequence] = chunk
         instructions: list[Instruction] = []
@@ -296,6 +298,14 @@ class TicketBook:
             ticket.next_block += event.num_blocks
             ticket.filled = event.last
         return [*instructions, Receive(event.link_id, event.sequence)]
+
+    def _announced_too_late(self, event: Announced) -> list[Instruction]:
+        """Close a ticket that only a link that has ended asked for: its sender knows that, and its owner must."""
+        ticket = self._tickets.get(event.ticket_id)
+        if ticket is None or ticket.link_id:
+            return []
+        error = TransferError(f"{event.ticket_id}: the link that its pages were announced on has ended")
+        return self._close(event.ticket_id, error, str(error))
 
     def _count(self, event: Announced | GivenUp) -> str | None:
         """Take the next sequence number; returns what is wrong with it, "" for a link that ended, None if right."""
