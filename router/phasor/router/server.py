@@ -188,10 +188,12 @@ class _Running:
         is_ready = self.served.is_ready
         if is_ready == self._was_ready:
             return
+        # That a router begins without workers is no news.
+        level = logging.DEBUG if self._was_ready is None and not is_ready else logging.INFO
         self._was_ready = is_ready
         value = (
             health_pb2.HealthCheckResponse.SERVING if is_ready else health_pb2.HealthCheckResponse.NOT_SERVING
         )
         for service in ("", _SERVICE):
             await self.health.set(service, value)
-        _log.info("health: %s", "SERVING" if is_ready else "NOT_SERVING")
+        _log.log(level, "health: %s", "SERVING" if is_ready else "NOT_SERVING")
