@@ -78,11 +78,16 @@ def test_sockets_cut_after_any_block(running: FaultyCluster, after: int) -> None
 def test_a_flipped_bit_is_a_failed_transfer_and_never_becomes_a_cached_block(running: FaultyCluster) -> None:
     """A12: the damaged blocks are not found by the next request with the same prompt."""
     prompt = prompt_of("flip")
+    failed = [
+        running.cluster.counts(worker).num_transfer_failures_total for worker in running.cluster.workers
+    ]
     running.faults.put("flip")
     stream = Stream(running.address, prompt, greedy(12))
     stream.end(FAILS_WITHIN_S)
     assert stream.code is LOST and "checksum" in stream.details, (stream.code, stream.details)
     running.cluster.wait_baseline()
+    for worker, before in zip(running.cluster.workers, failed, strict=True):
+        assert running.cluster.counts(worker).num_transfer_failures_total == before + 1
     decode = running.cluster.decode[0]
     reused = running.cluster.counts(decode).prompt_tokens_reused_total
     reply = generate(running.address, prompt, greedy(12))
