@@ -39,6 +39,33 @@ async def test_a_port_in_use_is_a_configuration_error(cluster: Cluster) -> None:
         await RouterServer(RouterConfig(port=port)).start()
 
 
+async def test_metrics_are_served_where_the_server_says_until_it_stops() -> None:
+    server = RouterServer(RouterConfig(port=0))
+    address = await server.start()
+    async with channels.connect(address) as channel:
+        info = await inference_pb2_grpc.InferenceStub(channel).GetServerInfo(pb.GetServerInfoRequest())
+    assert info.metrics_address == server.metrics_address
+    host, _, port = server.metrics_address.rpartition(":")
+    _, writer = await asyncio.open_connection(host, int(port))
+    writer.close()
+    await writer.wait_closed()
+    await server.stop(0.0)
+    with pytest.raises(ConnectionRefusedError):
+        await asyncio.open_connection(host, int(port))
+
+
+async def test_metrics_may_be_off_and_a_metrics_port_in_use_is_a_configuration_error(
+    cluster: Cluster,
+) -> None:
+    server = RouterServer(RouterConfig(port=0, metrics_port="off"))
+    await server.start()
+    assert server.metrics_address == ""
+    await server.stop(0.0)
+    port = int(cluster.router.metrics_address.rpartition(":")[2])
+    with pytest.raises(ConfigError, match=f"metrics_port={port}: cannot listen"):
+        await RouterServer(RouterConfig(port=0, metrics_port=port)).start()
+
+
 async def test_stop_lets_requests_end_and_is_idempotent() -> None:
     async with running() as cluster:
         await cluster.until_ready()

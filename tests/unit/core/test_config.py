@@ -1,6 +1,7 @@
 """Configuration: every wrong key or value is one sentence that names the field and the way out."""
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -157,3 +158,25 @@ def test_what_is_no_size_is_refused_by_name(text: str) -> None:
         parse_bytes(text, field="kv-memory")
     assert (caught.value.field, caught.value.value) == ("kv-memory", text)
     assert "512MiB" in str(caught.value)
+
+
+@pytest.mark.parametrize("port", [0, 9100, "off", "9100"])
+def test_a_metrics_port_is_a_port_or_off(port: object) -> None:
+    assert build(RouterConfig, {"metrics_port": port}).metrics_port in (0, 9100, "off")
+
+
+@pytest.mark.parametrize("port", [-1, 65536, "none", "", True, 1.5, None])
+def test_another_metrics_port_is_refused_with_the_way_out(port: object) -> None:
+    expected = f"metrics_port={port!r}: give a port, 0 for a free one, or off"
+    with pytest.raises(ConfigError, match=re.escape(expected)):
+        build(RouterConfig, {"metrics_port": port})
+
+
+@pytest.mark.parametrize(("router", "worker"), [(9100, 0), (0, 0), ("off", "off")])
+def test_workers_take_free_metrics_ports_or_none_and_the_routers_log_format(
+    router: object, worker: object
+) -> None:
+    tree = build(ServingConfig, {"router": {"metrics_port": router, "log_format": "json"}})
+    for role in ("prefill", "decode"):
+        config = tree.worker(role)  # type: ignore[arg-type]
+        assert (config.metrics_port, config.log_format) == (worker, "json")
