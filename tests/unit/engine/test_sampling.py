@@ -49,29 +49,35 @@ def sample(logits: torch.Tensor, params: Sequence[SamplingParams], positions: Se
 def reference(logits: np.ndarray, p: SamplingParams, position: int) -> int:
     """The same rule, written by loops over sorted (logit, id) pairs in float64."""
     scaled = ((logits - logits.max()) / np.float32(p.temperature)).astype(np.float64)
+    weight = np.exp(scaled)
     order = sorted(range(len(scaled)), key=lambda i: (-scaled[i], i))
-    likeliest = order[0]
-    if not p.top_k and p.top_p == 1.0:
-        order = sorted(order)  # nothing is cut by rank: tokens are gone through by id
-    if p.top_k:
-        order = order[: p.top_k]
-    weights = [np.exp(scaled[i] - scaled[likeliest]) for i in order]
-    total = sum(weights)
-    kept: list[tuple[int, float]] = []
-    mass = 0.0
-    for token, weight in zip(order, weights, strict=True):
-        if kept and mass >= p.top_p:
-            break
-        kept.append((token, weight / total))
-        mass += weight / total
-    best = max(w for _, w in kept)
-    kept = [(token, weight) for token, weight in kept if weight >= p.min_p * best]
-    target, reached = uniform(p.seed, position) * sum(w for _, w in kept), 0.0
-    for token, weight in kept:
-        reached += weight
+    order = order[: p.top_k or len(order)]
+    total = sum(weight[order])
+    kept: list[int] = []
+    likelier = mass = 0.0
+    for rank, token in enumerate(order):
+        if rank and weight[token] < weight[order[rank - 1]]:
+            likelier = mass
+        if rank == 0 or (likelier < p.top_p * total and weight[token] >= p.min_p):
+            kept.append(token)
+        mass += weight[token]
+    if p.top_k or p.top_p < 0.5:
+        return inverse(weight, kept, uniform(p.seed, position))
+    for attempt in range(12):
+        token = inverse(weight, range(len(weight)), uniform(p.seed, position, attempt))
+        if token in kept:
+            return token
+    return inverse(weight, kept, uniform(p.seed, position, 12))
+
+
+def inverse(weight: np.ndarray, tokens: Sequence[int], u: float) -> int:
+    """The token at `u` of the cumulative distribution of `tokens` in their order."""
+    target, reached = u * sum(weight[t] for t in tokens), 0.0
+    for token in tokens:
+        reached += weight[token]
         if reached > target:
             return token
-    return kept[-1][0]
+    return tokens[-1]
 
 
 def random_params(rng: np.random.Generator) -> SamplingParams:
@@ -113,6 +119,8 @@ def test_greedy_is_argmax_whatever_else_is_set() -> None:
     logits = torch.randn(6, 200, generator=torch.Generator().manual_seed(4))
     params = [SamplingParams(temperature=0.0, top_k=3, top_p=0.1, seed=n) for n in range(6)]
     assert sample(logits, params, list(range(6))) == logits.argmax(-1).tolist()
+    tied = torch.randint(0, 3, (5, 640), generator=torch.Generator().manual_seed(4)).float()
+    assert sample(tied, params[:5], list(range(5))) == tied.argmax(-1).tolist()
 
 
 def test_top_k_one_and_tiny_top_p_are_argmax() -> None:
@@ -132,6 +140,43 @@ def test_frequencies_follow_softmax() -> None:
         assert abs(counts[token] - num * share) < 4 * deviation, (token, counts[token], num * share)
 
 
+CUTS = [
+    {"top_p": 0.8},
+    {"top_p": 0.3},
+    {"min_p": 0.25},
+    {"min_p": 0.9},
+    {"top_p": 0.7, "min_p": 0.2},
+    {"top_k": 3, "top_p": 0.8, "min_p": 0.3},
+]
+
+
+@pytest.mark.parametrize("cuts", CUTS)
+def test_cut_distributions_are_transformers_own(cuts: dict[str, float]) -> None:
+    """Each token that transformers' own warpers leave gets its share; each other token nothing."""
+    from transformers import LogitsProcessorList
+    from transformers.generation.logits_process import (
+        MinPLogitsWarper,
+        TemperatureLogitsWarper,
+        TopKLogitsWarper,
+        TopPLogitsWarper,
+    )
+
+    num, row = 6000, torch.tensor([0.1, 1.0, -1.0, 0.5, 2.0, -3.0, 1.4, 0.9, -0.4])
+    warpers = LogitsProcessorList([TemperatureLogitsWarper(0.8)])
+    if "top_k" in cuts:
+        warpers.append(TopKLogitsWarper(int(cuts["top_k"])))
+    if "top_p" in cuts:
+        warpers.append(TopPLogitsWarper(cuts["top_p"]))
+    if "min_p" in cuts:
+        warpers.append(MinPLogitsWarper(cuts["min_p"]))
+    shares = warpers(torch.zeros(1, 1, dtype=torch.int64), row[None].clone())[0].softmax(0).tolist()
+    params = SamplingParams(temperature=0.8, seed=7, **cuts)  # type: ignore[arg-type]
+    counts = Counter(sample(row.repeat(num, 1), [params] * num, list(range(num))))
+    for token, share in enumerate(shares):
+        deviation = (num * share * (1 - share)) ** 0.5
+        assert abs(counts[token] - num * share) <= 4 * deviation, (token, counts[token], num * share)
+
+
 @pytest.mark.parametrize("vocab_size", [64 * 40, 1000])
 @pytest.mark.parametrize("count", [1, 20, 39])
 def test_likeliest_tokens_are_in_order_and_ties_too(vocab_size: int, count: int) -> None:
@@ -144,8 +189,8 @@ def test_likeliest_tokens_are_in_order_and_ties_too(vocab_size: int, count: int)
         assert pairs == sorted(pairs)
 
 
-def test_a_nucleus_wider_than_what_is_sorted_first() -> None:
-    """A flat distribution over 20,000 tokens: every stage of widening, against the reference."""
+def test_a_nucleus_of_thousands_of_tokens() -> None:
+    """A flat distribution over 20,000 tokens: drawn, and every stage of sorting more, against the reference."""
     rng = np.random.default_rng(3)
     for top_p in (0.2, 0.9, 0.9999):
         logits = (rng.standard_normal((2, 20_000)) * 0.3).astype(np.float32)
