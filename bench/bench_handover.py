@@ -13,6 +13,8 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -64,11 +66,11 @@ class Pages:
             port = free.getsockname()[1]
         self._tell(f"raw 127.0.0.1 {port} {' '.join(map(str, self.sizes))}")
         page_peer.raw_group("127.0.0.1", port, rank=0)
-        self._go, self._done = torch.ones(1), torch.zeros(1)
+        self._done = torch.zeros(1)
 
-    def send_raw(self) -> None:
-        """Send all pages as plain messages and wait for the peer's byte."""
-        dist.send(self._go, 1)
+    def send_raw(self, kind: int) -> None:
+        """Send all pages as plain messages and wait for the peer's answer."""
+        dist.send(torch.tensor([float(kind)]), 1)
         for pages in torch.split(self._pool[1:], self.sizes):
             dist.send(pages, 1)
         dist.recv(self._done, 1)
@@ -112,8 +114,17 @@ def bench_pages(num_layers: int, num_blocks: int, budget_s: float) -> None:
             samples = _in_turns(runner, pages, sender, ready["incarnation"], budget_s)
             runner.run(sender.close())
     num_bytes = num_blocks * pages.layout.block_bytes
-    raw = harness.spread_of(samples.pop("raw"))
-    for name, taken in samples.items():
+    baselines = {
+        "raw gloo send and recv of the same bytes": (
+            harness.spread_of(samples.pop("raw")),
+            1 / GOAL_BANDWIDTH,
+        ),
+        "raw gloo, and one copy out of the receive buffer": (
+            harness.spread_of(samples.pop("raw with a copy")),
+            None,
+        ),
+    }
+    for (name, taken), (baseline_name, (raw, goal)) in product(samples.items(), baselines.items()):
         spread = harness.spread_of(taken)
         harness.report(
             "page_transfer",
@@ -127,8 +138,8 @@ def bench_pages(num_layers: int, num_blocks: int, budget_s: float) -> None:
             },
             spread,
             raw,
-            baseline_name="raw gloo send and recv of the same bytes",
-            goal_ratio=1 / GOAL_BANDWIDTH,
+            baseline_name=baseline_name,
+            goal_ratio=goal,
             unit="ms per transfer",
             scale=1e3,
             more={
@@ -150,7 +161,9 @@ def _in_turns(
     runner: asyncio.Runner, pages: Pages, sender: PageSender, incarnation: str, budget_s: float
 ) -> dict[str, list[float]]:
     """Blocks of rounds in turns: the peer reads no commands while it is in a plain group."""
-    samples: dict[str, list[float]] = {"one run per chunk": [], "single blocks": [], "raw": []}
+    samples: dict[str, list[float]] = {
+        name: [] for name in ("one run per chunk", "single blocks", "raw", "raw with a copy")
+    }
     num_turns, num_rounds = (5, 3) if budget_s else (1, 2)
 
     def ours(run_blocks: int) -> Callable[[], None]:
@@ -162,8 +175,10 @@ def _in_turns(
             ours(run_blocks)()
             samples[name] += [_timed(ours(run_blocks)) for _ in range(num_rounds)]
         pages.join_raw()
-        pages.send_raw()
-        samples["raw"] += [_timed(pages.send_raw) for _ in range(num_rounds)]
+        for name, kind in (("raw", page_peer.ROUND), ("raw with a copy", page_peer.ROUND_WITH_COPY)):
+            plain = partial(pages.send_raw, kind)
+            plain()
+            samples[name] += [_timed(plain) for _ in range(num_rounds)]
         pages.leave_raw()
     return samples
 

@@ -53,7 +53,9 @@ def main() -> None:
                 scale=1.0,
             )
             if found != expected:
-                raise SystemExit(f"{dtype}: a worker says {found} bytes of KV per token, {expected} are right")
+                raise SystemExit(
+                    f"{dtype}: a worker says {found} bytes of KV per token, {expected} are right"
+                )
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
 Prints one JSON line with its address when it is ready. Then it does what each line on standard input says and answers
 with one line: `issue N` opens a ticket for N blocks, `raw HOST PORT SIZES...` joins a plain gloo group and receives
-messages of these numbers of blocks into one buffer, over and over, answering each round with one byte, until the other
-end is gone.
+messages of these numbers of blocks into one buffer, round after round, as the other end asks: 1 is a round, 2 is a
+round where each message is also copied into the pool, 0 is the end. Each round is answered with one number.
 """
 
 import argparse
@@ -28,6 +28,7 @@ from phasor.v1 import worker_pb2_grpc
 from phasor.wire.channels import new_server
 
 TIMEOUT_S = 60.0
+ROUND, ROUND_WITH_COPY = 1, 2
 
 
 def layout_of(num_layers: int) -> PageLayout:
@@ -95,20 +96,21 @@ class PageOwner:
         event.acknowledge("")
 
 
-def receive_raw(layout: PageLayout, host: str, port: int, sizes: list[int]) -> None:
+def receive_raw(owner: PageOwner, host: str, port: int, sizes: list[int]) -> None:
     """Take the same bytes as plain gloo messages, until the other end leaves."""
     raw_group(host, port, rank=1)
-    block_elements = layout.num_kv_heads * layout.page_elements
-    buffers = torch.split(
-        torch.zeros(sum(sizes) * block_elements, dtype=torch.bfloat16), [n * block_elements for n in sizes]
-    )
+    pool = owner.kv.pool[1 : 1 + sum(sizes)]
+    # Not one buffer for all messages: the plain way has every page where it stays.
+    buffers, places = torch.split(torch.zeros_like(pool), sizes), torch.split(pool, sizes)
     go, done = torch.zeros(1), torch.zeros(1)
     while True:
         dist.recv(go, 0)
         if not go.item():
             break
-        for buffer in buffers:
+        for buffer, place in zip(buffers, places, strict=True):
             dist.recv(buffer, 0)
+            if go.item() == ROUND_WITH_COPY:
+                place.copy_(buffer)
         dist.send(done, 0)
     dist.destroy_process_group()
 
@@ -138,7 +140,7 @@ async def serve(num_layers: int, num_blocks: int) -> None:
         else:
             sizes = [int(n) for n in rest[2:]]
             answer(joining=rest[1])
-            await asyncio.to_thread(receive_raw, layout, rest[0], int(rest[1]), sizes)
+            await asyncio.to_thread(receive_raw, owner, rest[0], int(rest[1]), sizes)
     await receiver.close()
     await server.stop(0.0)
 

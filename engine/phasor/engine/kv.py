@@ -51,9 +51,12 @@ class PagedKV:
     def place(self, blocks: Sequence[BlockId], pages: torch.Tensor) -> None:
         """Copy `[len(blocks), kv_heads, page_elements]` staged pages into the blocks."""
         assert NULL_BLOCK not in blocks, "the null block is never written"
-        self.pool[torch.tensor(blocks, dtype=torch.int64, device=self.pool.device)] = pages.to(
-            self.pool.device
-        )
+        assert pages.shape[0] == len(blocks), f"{pages.shape[0]} pages for {len(blocks)} blocks"
+        # By runs: an indexed write of the whole takes half as long again, also where every run is one block.
+        placed = 0
+        for first, count in _runs(blocks):
+            self.pool[first : first + count].copy_(pages[placed : placed + count])
+            placed += count
 
     def copy_block(self, source: BlockId, target: BlockId) -> None:
         """Copy one block's bytes onto another's."""
