@@ -60,7 +60,7 @@ SECTIONS = {
 }
 # What differs only between machines, or is shown in a column of its own, is no column.
 HIDDEN = {"gb_per_s", "gflops_per_s", "tokens_per_s"}
-BAR, GAP, LEFT, WIDTH = 16, 7, 330, 860
+BAR, GAP, LEFT, WIDTH = 16, 7, 400, 980
 MET, MISSED, NO_GOAL, GOAL = "#2a7f62", "#c0392b", "#7f8c8d", "#1b2631"
 
 
@@ -149,13 +149,15 @@ def plot(rows: Iterable[Row]) -> str:
     chosen = [row for row in rows if "goal_ratio" in row]
     height = 44 + len(chosen) * (BAR + GAP)
     longest = 2.0
-    per_unit = (WIDTH - LEFT - 80) / longest
+    per_unit = (WIDTH - LEFT - 120) / longest
     goal_x = LEFT + per_unit
     out = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height}" font-family="sans-serif" '
         'font-size="12">',
         f'<rect width="{WIDTH}" height="{height}" fill="white"/>',
         f'<text x="{goal_x:.0f}" y="16" text-anchor="middle" fill="{GOAL}">goal (shorter is better)</text>',
+        f'<line x1="{goal_x:.1f}" y1="22" x2="{goal_x:.1f}" y2="{height - 12}" stroke="{GOAL}" '
+        'stroke-dasharray="4 3"/>',
     ]
     for number, row in enumerate(chosen):
         y = 26 + number * (BAR + GAP)
@@ -166,13 +168,11 @@ def plot(rows: Iterable[Row]) -> str:
         out += [
             f'<text x="{LEFT - 8}" y="{y + 12}" text-anchor="end" fill="{GOAL}">{escape(_label(row, chosen))}</text>',
             f'<rect x="{LEFT}" y="{y}" width="{length:.1f}" height="{BAR}" fill="{color}"/>',
-            f'<text x="{LEFT + length + 6:.0f}" y="{y + 12}" fill="{color}">{label}</text>',
+            # With a rim of white: it may stand on the goal's line.
+            f'<text x="{LEFT + length + 6:.0f}" y="{y + 12}" fill="{color}" stroke="white" stroke-width="4" '
+            f'paint-order="stroke">{label}</text>',
         ]
-    out += [
-        f'<line x1="{goal_x:.1f}" y1="22" x2="{goal_x:.1f}" y2="{height - 12}" stroke="{GOAL}" '
-        'stroke-dasharray="4 3"/>',
-        "</svg>",
-    ]
+    out.append("</svg>")
     return "\n".join(out) + "\n"
 
 
