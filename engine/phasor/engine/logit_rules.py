@@ -5,7 +5,8 @@ Sources: repetition penalty, CTRL, arXiv:1909.05858, section 4.1 (as in transfor
 logits are multiplied); presence and frequency penalty, OpenAI's API reference (only the reply counts).
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 
@@ -29,19 +30,36 @@ class TokenDraw:
         return len(self.token_ids) - self.num_prompt
 
 
-def apply_rules(
+@contextmanager
+def rules_applied(
     logits: torch.Tensor, draws: Sequence[TokenDraw], eos_token_ids: frozenset[int]
-) -> torch.Tensor:
-    """Return the logits that tokens are chosen from.
+) -> Iterator[None]:
+    """Change logits to those that tokens are chosen from; put back the model's own at the end of the block.
+
+    In place, because the rules touch few of the logits and a copy of all costs more than the rules do.
 
     Args:
-        logits: `[n, vocab]` float32; not modified.
+        logits: `[n, vocab]` float32, contiguous.
         draws: one per row.
         eos_token_ids: the model's end-of-sequence tokens.
-
-    Returns:
-        `logits` itself when no row asks for a change, else a changed copy.
     """
+    # One flat index per (row, token): each rule is a few operations for the whole batch.
+    flat = logits.view(-1)
+    undo: list[tuple[torch.Tensor, torch.Tensor]] = []
+    try:
+        for index, changed in _changes(flat, logits.shape[-1], draws, eos_token_ids):
+            undo.append((index, flat[index]))
+            flat[index] = changed
+        yield
+    finally:
+        for index, own in reversed(undo):
+            flat[index] = own
+
+
+def _changes(
+    flat: torch.Tensor, vocab_size: int, draws: Sequence[TokenDraw], eos_token_ids: frozenset[int]
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield for each rule that some row asks for the flat indices of what it changes, each once, and the new logits."""
     repeated = [i for i, d in enumerate(draws) if d.params.repetition_penalty != 1.0]
     penalised = [
         i
@@ -50,34 +68,30 @@ def apply_rules(
     ]
     biased = [i for i, d in enumerate(draws) if d.params.logit_bias]
     unended = [i for i, d in enumerate(draws) if d.num_generated < d.params.min_tokens]
-    if not (repeated or penalised or biased or unended):
-        return logits
-    changed = logits.clone()
-    # One flat index per (row, token): each rule is a few operations for the whole batch.
-    flat, vocab_size = changed.view(-1), logits.shape[-1]
     if repeated:
         index, _ = _occurrences(((i, draws[i].token_ids) for i in repeated), flat, vocab_size)
         penalty = _per_row([d.params.repetition_penalty for d in draws], flat)[index // vocab_size]
         old = flat[index]
-        flat[index] = torch.where(old > 0, old / penalty, old * penalty)
+        yield index, torch.where(old > 0, old / penalty, old * penalty)
     if penalised:
         replies = ((i, draws[i].token_ids[draws[i].num_prompt :]) for i in penalised)
         index, counts = _occurrences(replies, flat, vocab_size)
         presence = _per_row([d.params.presence_penalty for d in draws], flat)[index // vocab_size]
         frequency = _per_row([d.params.frequency_penalty for d in draws], flat)[index // vocab_size]
-        flat[index] -= presence + frequency * counts
+        yield index, flat[index] - (presence + frequency * counts)
     if biased:
         pairs = [(i * vocab_size + token, bias) for i in biased for token, bias in draws[i].params.logit_bias]
         index = torch.tensor([at for at, _ in pairs], dtype=torch.int64, device=flat.device)
-        flat[index] += torch.tensor([bias for _, bias in pairs], dtype=flat.dtype, device=flat.device)
-    if unended:
-        forbidden = [
-            i * vocab_size + token
-            for i in unended
-            for token in eos_token_ids.union(draws[i].params.stop_token_ids)
-        ]
-        flat[torch.tensor(forbidden, dtype=torch.int64, device=flat.device)] = float("-inf")
-    return changed
+        bias = torch.tensor([bias for _, bias in pairs], dtype=flat.dtype, device=flat.device)
+        yield index, flat[index] + bias
+    forbidden = [
+        i * vocab_size + token
+        for i in unended
+        for token in eos_token_ids.union(draws[i].params.stop_token_ids)
+    ]
+    if forbidden:
+        index = torch.tensor(forbidden, dtype=torch.int64, device=flat.device)
+        yield index, torch.full_like(index, float("-inf"), dtype=flat.dtype)
 
 
 def _occurrences(

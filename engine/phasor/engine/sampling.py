@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from phasor.core.request import SampledToken, SamplingParams
-from phasor.engine.logit_rules import TokenDraw, apply_rules
+from phasor.engine.logit_rules import TokenDraw, rules_applied
 from phasor.engine.logprobs import likeliest_token, likeliest_tokens, token_logprobs
 
 _RUN = 256
@@ -39,21 +39,22 @@ def uniform(seed: int, position: int, attempt: int = 0) -> float:
     return float(int.from_bytes(digest, "little") >> 11) * 2.0**-53
 
 
+@torch.inference_mode()
 def sample(
     logits: torch.Tensor, draws: Sequence[TokenDraw], eos_token_ids: frozenset[int] = frozenset()
 ) -> list[SampledToken]:
     """Choose one token per row.
 
     Args:
-        logits: `[n, vocab]` float32; not modified.
+        logits: `[n, vocab]` float32, contiguous; changed while this runs, and left as they were.
         draws: one per row.
         eos_token_ids: tokens that min_tokens forbids, besides a request's own stop tokens.
 
     Returns:
         one token per row, with log-probabilities where they are wanted; row i does not depend on the other rows.
     """
-    allowed = apply_rules(logits, draws, eos_token_ids)
-    tokens = _choose(allowed, draws)
+    with rules_applied(logits, draws, eos_token_ids):
+        tokens = _choose(logits, draws)
     scored = [i for i, d in enumerate(draws) if d.params.logprobs is not None]
     if not scored:
         return [SampledToken(token) for token in tokens]
