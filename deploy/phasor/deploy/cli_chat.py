@@ -90,10 +90,14 @@ def _generate(
     repetition_penalty: options.RepetitionPenalty = None,
     seed: options.Seed = None,
     max_tokens: options.MaxTokens = options.CLI_MAX_TOKENS,
+    min_tokens: options.MinTokens = None,
     stop: options.Stop = None,
     ignore_eos: Annotated[
         bool, typer.Option("--ignore-eos", help="Go on after the end-of-sequence token.")
     ] = False,
+    n: options.NumReplies = 1,
+    best_of: options.BestOf = None,
+    echo: options.Echo = False,
     timeout: options.Timeout = _TIMEOUT_S,
 ) -> None:
     """Continue a text as it stands, without a chat template.
@@ -106,9 +110,8 @@ def _generate(
 
         phasor generate - -t 0.8 < story.txt
 
-        phasor generate "Once" -t 1 --min-p 0.05 --repetition-penalty 1.1
+        phasor generate "Once" -t 1 --min-p 0.05 -n 3
     """
-    text = sys.stdin.read() if prompt == "-" else prompt
     sampling: SamplingOptions = {
         "temperature": temperature,
         "top_k": top_k,
@@ -119,10 +122,19 @@ def _generate(
         "repetition_penalty": repetition_penalty,
         "seed": seed,
         "max_tokens": max_tokens,
+        "min_tokens": min_tokens,
         "stop": stop,
         "ignore_eos": ignore_eos,
+        "n": n,
+        "best_of": best_of,
+        "echo": echo,
     }
-    asyncio.run(_once(address, timeout, lambda client: client.generate(text, model=model, **sampling)))
+    _continue(address, timeout, prompt, model, sampling)
+
+
+def _continue(address: str, timeout_s: float, prompt: str, model: str, sampling: "SamplingOptions") -> None:
+    text = sys.stdin.read() if prompt == "-" else prompt
+    asyncio.run(_once(address, timeout_s, lambda client: client.generate(text, model=model, **sampling)))
 
 
 async def _once(address: str, timeout_s: float, ask: "Callable[[AsyncClient], AsyncReply]") -> None:

@@ -35,6 +35,10 @@ FrequencyPenalty = Annotated[
 RepetitionPenalty = Annotated[
     float | None, typer.Option(help="Above 1: tokens of prompt and reply become less likely.")
 ]
+MinTokens = Annotated[int | None, typer.Option(help="Nothing ends the reply before it has so many tokens.")]
+NumReplies = Annotated[int, typer.Option("-n", "--n", help="Replies to the one prompt, one after the other.")]
+BestOf = Annotated[int | None, typer.Option(help="Make so many replies, show the n likeliest.")]
+Echo = Annotated[bool, typer.Option("--echo", help="Write the prompt before each continuation.")]
 Seed = Annotated[int | None, typer.Option(help="The same seed gives the same reply.")]
 MaxTokens = Annotated[int, typer.Option(help="At most this many new tokens.")]
 Stop = Annotated[
@@ -46,10 +50,14 @@ __all__ = [
     "CLI_MAX_TOKENS",
     "DEFAULT_ADDRESS",
     "Address",
+    "BestOf",
+    "Echo",
     "FrequencyPenalty",
     "MaxTokens",
     "MinP",
+    "MinTokens",
     "Model",
+    "NumReplies",
     "PresencePenalty",
     "RepetitionPenalty",
     "Seed",

@@ -16,7 +16,7 @@ from rich.progress import (
 )
 from rich.progress import Progress as ProgressBars
 
-from phasor.client import AsyncReply, Delta, Finished
+from phasor.client import AsyncReply, Delta, Finished, Prompt
 from phasor.core.request import FinishReason
 from phasor.engine.packaged_model import Progress, ProgressCallback, Stage
 
@@ -32,7 +32,7 @@ def stderr_console() -> Console:
 
 
 async def stream(reply: AsyncReply) -> Finished:
-    """Write a reply to standard output as it arrives; end it with a newline.
+    """Write a reply to standard output as it arrives; end it with a newline. Further replies follow when all ended.
 
     Returns:
         the reply's last event.
@@ -44,16 +44,23 @@ async def stream(reply: AsyncReply) -> Finished:
     last = "\n"
     try:
         async for event in reply:
-            if isinstance(event, Delta):
-                text = event.text.translate(_CONTROLS) if is_terminal else event.text
-                sys.stdout.write(text)
-                sys.stdout.flush()
-                last = text[-1:] or last
+            if isinstance(event, Prompt) or (isinstance(event, Delta) and event.index == 0):
+                last = _write(event.text, is_terminal) or last
     finally:
         if last != "\n":
-            sys.stdout.write("\n")
-            sys.stdout.flush()
-    return reply.completion().finished
+            _write("\n", is_terminal)
+    completion = reply.completion()
+    echoed = completion.prompt.text if completion.prompt is not None else ""
+    for choice in completion.choices[1:]:
+        _write(f"\n{echoed}{choice.text}\n", is_terminal)
+    return completion.finished
+
+
+def _write(text: str, is_terminal: bool) -> str:
+    """Write text to standard output at once; return its last character."""
+    sys.stdout.write(text.translate(_CONTROLS) if is_terminal else text)
+    sys.stdout.flush()
+    return text[-1:]
 
 
 def usage_line(finished: Finished) -> str:
