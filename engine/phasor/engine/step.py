@@ -7,6 +7,11 @@ from phasor.core.request import SampledToken, TokenLogprobs
 from phasor.engine.sequence import Sequence as TokenSequence
 
 
+MAX_SCORED_TOKENS = 256
+"""A step computes the logits of at most so many prompt tokens: each takes a row of the vocabulary's length (256 rows of
+150,000 take 150 MB), and how many there are is the client's choice."""
+
+
 @dataclass(frozen=True, slots=True)
 class ScheduledChunk:
     """The next `num_tokens` uncomputed positions of one sequence."""
@@ -31,16 +36,23 @@ class StepBudget:
 
     Args:
         left: tokens that may still be scheduled.
+        scored_left: of these, tokens of prompts whose log-probabilities are wanted.
     """
 
     left: int
+    scored_left: int = MAX_SCORED_TOKENS
     chunks: list[ScheduledChunk] = field(default_factory=list)
 
     def add(self, seq: TokenSequence) -> bool:
-        """Schedule as much of `seq` as fits; False when the budget is spent."""
+        """Schedule as much of `seq` as fits, perhaps nothing; False when the budget is spent."""
         if self.left == 0:
             return False
         num_tokens = min(seq.num_left, self.left)
+        if seq.lacks_prompt_logprobs:
+            num_tokens = min(num_tokens, self.scored_left)
+            if num_tokens == 0:
+                return True
+            self.scored_left -= num_tokens
         assert num_tokens > 0, "a sequence with nothing left was scheduled"
         self.chunks.append(ScheduledChunk(seq, num_tokens))
         self.left -= num_tokens
