@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from phasor.core.request import SampledToken, TokenLogprobs
 from phasor.engine.sequence import Sequence as TokenSequence
 
-
 MAX_SCORED_TOKENS = 256
 """A step computes the logits of at most so many prompt tokens: each takes a row of the vocabulary's length (256 rows of
 150,000 take 150 MB), and how many there are is the client's choice."""
