@@ -139,7 +139,8 @@ def arguments(description: str) -> argparse.Namespace:
 
 def spread_of(samples: Sequence[float]) -> Spread:
     """Return the percentiles of at least two samples, in seconds."""
-    fifths = statistics.quantiles(samples, n=5)
+    # Inclusive: with two or three samples the other method invents values outside of what was measured.
+    fifths = statistics.quantiles(samples, n=5, method="inclusive")
     return Spread(p20_s=fifths[0], p50_s=statistics.median(samples), p80_s=fifths[3])
 
 
