@@ -33,7 +33,7 @@ help:
 	@echo 'Start here (each sets up all it needs on the first run, and reuses it on the next):'
 	@echo '  make demo         start everything here, ask two questions, show what moved where, stop'
 	@echo '  make serve        serve until Ctrl-C, on 127.0.0.1:50051; more flags: make serve ARGS="--help"'
-	@echo '  make test         every test that needs no GPU, the real model included (about 10 minutes)'
+	@echo '  make test         every test that needs no GPU, the real model included (15 to 20 minutes)'
 	@echo
 	@echo 'While you work:'
 	@echo '  make test-fast    the tests without real model, Ray or GPU (under a minute); ARGS="-k name -x"'
