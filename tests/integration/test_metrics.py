@@ -96,23 +96,21 @@ def test_ten_requests_are_ten_counts_and_every_prompt_token_has_one_source(pair:
     assert prefill['phasor_kv_transfer_seconds_count{role="prefill"}'] == 10
 
 
-def test_idle_gauges_are_0(pair: Cluster) -> None:
+WORKER_GAUGES = ("leaked_blocks", "open_tickets", "staging_bytes", "kv_cache_usage_ratio")
+
+
+def test_idle_gauges_are_there_and_0(pair: Cluster) -> None:
+    """Read with `dict.__getitem__`'s strictness: a gauge that is missing or misspelt is no 0."""
     pair.wait_baseline()
     for process, role in ((pair.router, "router"), (pair.prefill[0], "prefill"), (pair.decode[0], "decode")):
-        page = scrape(process)
-        for name in (
-            "requests_running",
-            "requests_waiting",
-            "leaked_blocks",
-            "open_tickets",
-            "staging_bytes",
-        ):
+        page = dict(scrape(process))
+        for name in ("requests_running", "requests_waiting", *(WORKER_GAUGES if role != "router" else ())):
             assert page[f'phasor_{name}{{role="{role}"}}'] == 0, name
         if role != "router":
             assert page[f'phasor_kv_blocks{{role="{role}",state="used"}}'] == 0
-            assert page[f'phasor_kv_cache_usage_ratio{{role="{role}"}}'] == 0
-    assert page['phasor_workers{role="prefill",state="healthy"}'] == 0, "only the router knows workers"
-    assert scrape(pair.router)['phasor_workers{role="prefill",state="healthy"}'] == 1
+        knows_workers = any(key.startswith("phasor_workers{") for key in page)
+        assert knows_workers == (role == "router"), f"{role}: only the router knows workers"
+    assert dict(scrape(pair.router))['phasor_workers{role="prefill",state="healthy"}'] == 1
 
 
 def test_a_running_request_is_seen_running_and_an_aborted_one_is_counted_as_such(pair: Cluster) -> None:
